@@ -1,0 +1,3 @@
+"""Mixture-of-experts layers for Flax."""
+
+__version__ = "0.1.0"
