@@ -34,7 +34,7 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
 
 
 def _default_platform() -> str:
-    device = jax.config.read("jax_default_device")
+    device = jax.config.jax_default_device
     if device is None:
         platform = jax.default_backend()
     else:
