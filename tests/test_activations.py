@@ -97,7 +97,7 @@ def test_dtype_is_kept_and_gradients_are_finite(name, dtype):
 def test_bad_input():
     with pytest.raises(ValueError, match=r"1 or 2 branches on axis -2, got shape \(3, 4\)"):
         Activation()(jnp.ones((3, 4)))
-    with pytest.raises(ValueError, match="'swish' is not known; allowed: .*'gelu_tanh'"):
+    with pytest.raises(ValueError, match=r"'swish' is not known; allowed: .*'gelu_tanh'"):
         Activation("swish")
     with pytest.raises(ValueError, match="clamp must be 'before' or 'after', got 'inside'"):
         Activation(clamp="inside")
@@ -106,7 +106,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="limit must be positive or None, got 0"):
         Activation(limit=0)
     for bad in ("swiglu", None, 3, ["silu"]):
-        with pytest.raises(ValueError, match="is not known; allowed: .*'gpt_oss'.* or a moe_flax"):
+        with pytest.raises(ValueError, match=r"is not known; allowed: .*'gpt_oss'.* or a moe_flax"):
             resolve_activation(bad)
 
 
