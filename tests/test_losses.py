@@ -73,9 +73,15 @@ def reference(logits, routing, num_experts, mask, probabilities):
     }
 
 
+routed = jax.jit(route, static_argnums=(1, 2))
+aux_of = jax.jit(
+    lambda *args, **kwargs: moe_aux(routing_statistics(*args, **kwargs)), static_argnums=2
+)
+
+
 def make(seed=0, tokens=T, identity=0, **config):
     logits = jax.random.normal(jax.random.key(seed), (tokens, E + identity)) * 2
-    return logits, route(logits, RouterConfig(num_identity_experts=identity, **config), K)
+    return logits, routed(logits, RouterConfig(num_identity_experts=identity, **config), K)
 
 
 def assert_close(first, second, rtol=2e-6):
@@ -188,8 +194,9 @@ def test_padding_counts_nowhere_and_keeps_gradients_finite():
         aux = moe_aux(statistics)
         return aux.load_balancing_loss + aux.router_z_loss + aux.router_entropy, aux
 
-    (_, aux), gradient = jax.value_and_grad(losses, has_aux=True)(dirty, mask)
-    (_, alone), expected = jax.value_and_grad(losses, has_aux=True)(logits[:20], None)
+    loss = jax.jit(jax.value_and_grad(losses, has_aux=True))
+    (_, aux), gradient = loss(dirty, mask)
+    (_, alone), expected = loss(logits[:20], None)
     assert_close(aux, alone)
     np.testing.assert_allclose(gradient[:20], expected, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(gradient[20:], 0)
@@ -246,6 +253,17 @@ def statistics_of(logits, mask, sequence_ids=None):
         sequence_ids=sequence_ids,
         num_sequences=8,
     )
+
+
+def test_statistics_vary_over_devices_without_a_mask():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    logits, _ = make(7)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=True)
+    def sharded(x):
+        return jax.lax.psum(statistics_of(x, None), "data")
+
+    assert_close(jax.jit(sharded)(logits), statistics_of(logits, None))
 
 
 MESHES = [
@@ -348,7 +366,7 @@ def test_scan_and_remat_over_layers():
 def test_no_tokens_at_all():
     for tokens, mask in ((0, None), (4, jnp.zeros(4, bool))):
         logits, routing = make(0, tokens)
-        aux = moe_aux(routing_statistics(logits, routing, E, mask=mask))
+        aux = aux_of(logits, routing, E, mask=mask)
         for value in jax.tree.leaves(aux):
             np.testing.assert_array_equal(value, 0)
     assert max_violation(jnp.zeros(4, jnp.int32)) == 0

@@ -118,7 +118,7 @@ CONFIGS = st.builds(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(CONFIGS, st.data())
 def test_every_combination_equals_the_reference(config, data):
     selected = data.draw(st.integers(1, config.num_groups), label="selected groups")
@@ -135,7 +135,7 @@ def test_every_combination_equals_the_reference(config, data):
     assert check(logits, config, k, bias, scale) >= 3
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=15)
 @hypothesis.given(
     weight_activation=st.sampled_from([None, "softmax", "sigmoid"]),
     renormalize=st.booleans(),
