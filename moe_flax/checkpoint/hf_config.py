@@ -1,0 +1,186 @@
+"""config.json to `MoEConfig` and back, as a family's row says."""
+
+import dataclasses
+import os
+import pathlib
+import typing as tp
+
+from moe_flax.activations import resolve_activation
+from moe_flax.checkpoint.errors import CheckpointError, fault
+from moe_flax.checkpoint.reader import parse_json
+from moe_flax.checkpoint.schema import Family, Field, Stack, Values, lookup, read
+from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
+
+NESTED: tp.Final = ("text_config", "thinker_config", "language_config", "llm_config")
+
+
+def load_json(source: str | os.PathLike[str] | Values) -> dict[str, tp.Any]:
+    """A configuration's dict, from a model directory, a ``config.json``, or itself."""
+    if isinstance(source, tp.Mapping):
+        return dict(source)
+    path = pathlib.Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise fault(f"cannot be read ({error.strerror})", file=path) from None
+
+
+def text_values(values: Values, known: tp.Container[str]) -> tuple[str, Values]:
+    """The model type that is in the table, and the part of the config that describes it."""
+    found = values
+    while True:
+        inner = next((found[n] for n in NESTED if isinstance(found.get(n), tp.Mapping)), None)
+        if inner is None or (found.get("model_type") in known and "hidden_size" in found):
+            break
+        found = {"model_type": found.get("model_type"), **inner}
+        if inner.get("model_type") not in known and values.get("model_type") in known:
+            found["model_type"] = values["model_type"]
+    return found.get("model_type") or "", found
+
+
+def stack_layers(family: Family, values: Values) -> list[tuple[Stack, int, tuple[int, ...]]]:
+    """A family's runs of layers: each with its length and its MoE layers, counted from its start."""
+    runs = []
+    for stack in family.stacks:
+        count = _integer(stack.num_layers.read(values), stack.num_layers)
+        runs.append((stack, count, stack.rule.read(values, count)))
+    return runs
+
+
+def read_config(family: Family, values: Values, layer: int | None = None) -> MoEConfig:
+    """Reads one layer's configuration, the first MoE layer's where none is named.
+
+    Raises:
+      CheckpointError: a field is missing, contradicts another, or has a value that the row does
+        not know.
+    """
+    for name, allowed in family.expects.items():
+        value = lookup(values, name)
+        if value is not None and value not in allowed:
+            raise fault(f"config.json has {name}={value!r}; {family.name} is read for {allowed}")
+    moe_layers, offset = [], 0
+    for _, count, indices in stack_layers(family, values):
+        moe_layers += [offset + index for index in indices]
+        offset += count
+    if layer is None:
+        layer = moe_layers[0] if moe_layers else 0
+
+    def number(cell: tp.Any) -> int:
+        return _integer(read(cell, values, layer), cell)
+
+    shared = None
+    if family.shared is not None:
+        width = number(family.shared.count) and number(family.shared.width)
+        width *= number(family.shared.count)
+        if width:
+            act = family.shared.activation
+            shared = SharedConfig(
+                hidden_features=width,
+                combine=read(family.shared.combine, values, layer),
+                activation=act.read(values, layer) if act else None,
+            )
+    try:
+        return MoEConfig(
+            features=number(family.features),
+            hidden_features=number(family.hidden),
+            num_experts=number(family.experts),
+            num_experts_per_token=number(family.top_k),
+            router=RouterConfig(**{k: read(v, values, layer) for k, v in family.router.items()}),
+            shared=shared,
+            activation=family.activation.read(values, layer),
+            use_bias=family.use_bias,
+            num_layers=offset,
+            moe_layers=tuple(moe_layers),
+            family=family.name,
+        )
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise fault(f"config.json does not describe an MoE layer: {error}") from None
+
+
+def _integer(value: tp.Any, cell: tp.Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        name = cell.names[0] if isinstance(cell, Field) else "a constant"
+        raise fault(f"config.json has {name}={value!r}; expected a non-negative integer")
+    return value
+
+
+def write_config(family: Family, config: MoEConfig) -> dict[str, tp.Any]:
+    """The fields of config.json that make `read_config` give this configuration.
+
+    Raises:
+      CheckpointError: the family's fields cannot say it; the message lists what differs.
+    """
+    values: dict[str, tp.Any] = {"model_type": family.name}
+
+    def put(cell: tp.Any, value: tp.Any) -> None:
+        if not isinstance(cell, Field):
+            return
+        if cell.choices is not None:
+            value = next((k for k, v in cell.choices.items() if v == value), value)
+        target = values
+        *parents, last = cell.names[0].split(".")
+        for name in parents:
+            target = target.setdefault(name, {})
+        target.setdefault(last, value)
+
+    put(family.features, config.features)
+    put(family.hidden, config.hidden_features)
+    put(family.experts, config.num_experts)
+    put(family.top_k, config.num_experts_per_token)
+    for name, cell in family.router.items():
+        put(cell, getattr(config.router, name))
+    _put_activation(put, family.activation, config.activation)
+    if family.shared is not None:
+        width, count = config.shared.hidden_features if config.shared else 0, family.shared.count
+        if isinstance(count, Field):  # as n experts of the routed width where that divides
+            unit = lookup(values, family.shared.width.names[0])
+            unit = unit if unit and width % unit == 0 else width
+            put(count, width // unit if unit else 0)
+            width = unit
+        put(family.shared.width, width)
+        if config.shared:
+            put(family.shared.combine, config.shared.combine)
+            if family.shared.activation and config.shared.activation:
+                _put_activation(put, family.shared.activation, config.shared.activation)
+    for stack in family.stacks:
+        put(stack.num_layers, config.num_layers)
+        _put_layers(put, stack, config)
+    written = read_config(family, values)
+    wanted = dataclasses.replace(config, family=family.name)
+    if written != wanted:
+        differing = [
+            f"{f.name}={getattr(wanted, f.name)!r} (would read {getattr(written, f.name)!r})"
+            for f in dataclasses.fields(MoEConfig)
+            if getattr(written, f.name) != getattr(wanted, f.name)
+        ]
+        raise fault(f"family {family.name} cannot express {'; '.join(differing)}")
+    return values
+
+
+def _put_activation(put: tp.Callable[[tp.Any, tp.Any], None], act: tp.Any, given: tp.Any) -> None:
+    activation = resolve_activation(given)
+    put(act.function, activation.function)
+    put(act.alpha, activation.alpha)
+    put(act.limit, activation.limit or 0)
+
+
+def _put_layers(
+    put: tp.Callable[[tp.Any, tp.Any], None], stack: Stack, config: MoEConfig
+) -> None:
+    rule, moe, every = stack.rule, config.moe_layers, range(config.num_layers)
+    if isinstance(rule.types, Field):
+        put(rule.types, [rule.moe_type[0] if i in moe else "dense" for i in every])
+    elif isinstance(rule.indices, Field):
+        put(rule.indices, list(moe))
+    elif rule.excluded is not None:
+        put(rule.period, 1)
+        put(rule.excluded, [i for i in every if i not in moe])
+    elif moe:
+        put(rule.first, moe[0])
+        put(rule.last, moe[-1])
+        period = moe[1] - moe[0] if len(moe) > 1 else 1
+        put(rule.period, period)
+        put(rule.phase, moe[0] % period)
