@@ -1,6 +1,6 @@
 """The way of a token on one device: router, routing, experts wherever they are, shared experts."""
 
-import functools
+import dataclasses
 import typing as tp
 
 import jax
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from moe_flax import parallel
 from moe_flax.activations import resolve_activation
-from moe_flax.capacity import apply_capacity
+from moe_flax.capacity import apply_capacity, expert_capacity
 from moe_flax.config import MoEConfig, SharedConfig
 from moe_flax.experts import expert_ffn
 from moe_flax.losses import RoutingStatistics, routing_statistics
@@ -22,6 +22,7 @@ def moe_forward(
     tokens: Float[Array, "t D"],
     mask: Bool[Array, " t"],
     axes: DeviceAxes,
+    num_tokens: int,
     *,
     config: MoEConfig,
     precision: tp.Any = None,
@@ -36,6 +37,7 @@ def moe_forward(
       tokens: [t, D], in the dtype to compute in.
       mask: [t], False for tokens that pad the batch: they cost nothing and count nowhere.
       axes: the mesh axes that split parameters and tokens.
+      num_tokens: tokens of all devices, padding not counted.
       config: the layer.
       precision: of the products, see ``jax.lax.Precision``.
       backend: of the experts' products.
@@ -46,7 +48,7 @@ def moe_forward(
     """
     parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
     logits = router_logits(parameters, tokens)
-    routing, statistics = _route(parameters, logits, mask, axes, config)
+    routing, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
 
     busy = dict.fromkeys((*axes.tokens, *axes.expert, *axes.mlp))  # an ordered set
     tokens_in, routing_in, parameters = parallel.varying((tokens, routing, parameters), busy)
@@ -128,32 +130,60 @@ def _route(
     logits: Float[Array, "t E"],
     mask: Bool[Array, " t"],
     axes: DeviceAxes,
+    num_tokens: int,
     config: MoEConfig,
 ) -> tuple[Routing, RoutingStatistics]:
     """Routes this device's tokens, and counts what all devices' tokens chose."""
-    routing = route(
+    router, k = config.router, config.num_experts_per_token
+    chosen = route(
         logits,
-        config.router,
-        config.num_experts_per_token,
+        router,
+        k,
         correction_bias=parameters.get("router.correction_bias"),
         per_expert_scale=parameters.get("router.per_expert_scale"),
     )
-    nowhere = logits.shape[-1]
-    routing = Routing(
-        jnp.where(mask[:, None], routing.expert_ids, nowhere),
-        jnp.where(mask[:, None], routing.weights, 0.0),
-        routing.probabilities,
-        routing.apply_to,
+    chosen = dataclasses.replace(
+        chosen,
+        expert_ids=jnp.where(mask[:, None], chosen.expert_ids, logits.shape[-1]),
+        weights=jnp.where(mask[:, None], chosen.weights, 0.0),
     )
-    statistics = routing_statistics(logits, routing, nowhere, mask=mask)
+    kept = chosen
+    if router.capacity_factor is not None:
+        capacity = expert_capacity(num_tokens, config.num_experts, k, router.capacity_factor)
+        kept = _within_capacity(chosen, capacity, axes, config)
+    statistics = routing_statistics(logits, chosen, config.num_experts, kept=kept, mask=mask)
     if axes.tokens:
         statistics = jax.tree.map(lambda s: jax.lax.psum(s, axes.tokens), statistics)
-    return routing, statistics
+    return kept, statistics
+
+
+def _within_capacity(
+    routing: Routing, capacity: int, axes: DeviceAxes, config: MoEConfig
+) -> Routing:
+    """Drops by the order of all tokens, whichever device holds them: the choices are few bytes."""
+    choices = Routing(routing.expert_ids, routing.weights, apply_to=routing.apply_to)
+    if axes.tokens:
+        choices = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axes.tokens, axis=0, tiled=True), choices
+        )
+    kept = apply_capacity(
+        choices,
+        config.num_experts,
+        capacity,
+        num_identity_experts=config.router.num_identity_experts,
+    )
+    if axes.tokens:
+        count = routing.expert_ids.shape[0]
+        start = jax.lax.axis_index(axes.tokens) * count
+        kept = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept
+        )
+    return dataclasses.replace(kept, probabilities=routing.probabilities)
 
 
 def _strategy(
     name: str, routing: Routing, axes: DeviceAxes
-) -> parallel.Strategy | functools.partial[tp.Any]:
+) -> parallel.Strategy:
     if not axes.expert:
         return parallel.none
     split = set(axes.expert) & set(axes.tokens)

@@ -13,11 +13,16 @@ from moe_flax import losses, sharding
 from moe_flax.activations import Activation, resolve_activation
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
 from moe_flax.forward import moe_forward, router_logits
-from moe_flax.kernels.backend import check_backend
+from moe_flax.kernels.backend import resolve_backend
 from moe_flax.losses import MoEAux
 from moe_flax.parallel import check_strategy
-from moe_flax.parallel.mesh import DeviceAxes, over_mesh
-from moe_flax.parameters import NO_METADATA, CorrectionBias, ParameterMaker
+from moe_flax.parallel.mesh import DeviceAxes, Parameters, over_mesh
+from moe_flax.parameters import (
+    NO_METADATA,
+    CorrectionBias,
+    ParameterMaker,
+    parameter_shapes,
+)
 
 default_kernel_init = nnx.initializers.lecun_normal()
 default_bias_init = nnx.initializers.zeros_init()
@@ -36,39 +41,21 @@ class Router(nnx.Module):
     per_expert_scale: nnx.Param[jax.Array] | None
     correction_bias: CorrectionBias | None
 
-    def __init__(
-        self,
-        features: int,
-        num_experts: int,
-        config: RouterConfig,
-        *,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        kernel_metadata: tp.Mapping[str, tp.Any],
-        bias_metadata: tp.Mapping[str, tp.Any],
-        make: ParameterMaker,
-    ):
-        columns = num_experts + config.num_identity_experts
-        make = functools.partial(make, dtype=jnp.float32)
+    def __init__(self, make: ParameterMaker, kernel_init: Initializer, bias_init: Initializer):
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
-        self.kernel = make(
-            "router.kernel", kernel_init, (features, columns), metadata=kernel_metadata
+        self.kernel = make("router.kernel", kernel_init)
+        self.bias = make("router.bias", bias_init, rank=1)
+        self.per_expert_scale = make("router.per_expert_scale", ones, rank=1)
+        self.correction_bias = make(
+            "router.correction_bias", zeros, rank=1, variable=CorrectionBias
         )
-        self.bias = nnx.data(None)
-        if config.logit_bias:
-            self.bias = make("router.bias", bias_init, (columns,), metadata=bias_metadata)
-        self.per_expert_scale = nnx.data(None)
-        if config.per_expert_scale:
-            self.per_expert_scale = make("router.per_expert_scale", ones, (columns,))
-        self.correction_bias = nnx.data(None)
-        if config.correction_bias:
-            self.correction_bias = make(
-                "router.correction_bias", zeros, (columns,), variable=CorrectionBias
-            )
 
     def __call__(self, inputs: Float[Array, "... D"]) -> Float[Array, "... E"]:
         """The logits, float32."""
-        return router_logits(_named("router", self), inputs)
+        parameters = {"router.kernel": self.kernel[...]}
+        if self.bias is not None:
+            parameters["router.bias"] = self.bias[...]
+        return router_logits(parameters, inputs)
 
 
 class Experts(nnx.Module):
@@ -86,30 +73,16 @@ class Experts(nnx.Module):
 
     def __init__(
         self,
-        config: MoEConfig,
-        *,
-        param_dtype: Dtype,
+        make: ParameterMaker,
         kernel_init: Initializer,
         bias_init: Initializer,
-        kernel_metadata: tp.Mapping[str, tp.Any],
-        bias_metadata: tp.Mapping[str, tp.Any],
-        make: ParameterMaker,
+        kernel_metadata: tp.Mapping[str, tp.Any] = NO_METADATA,
+        bias_metadata: tp.Mapping[str, tp.Any] = NO_METADATA,
     ):
-        e, d, f = config.num_experts, config.features, config.hidden_features
-        branches = 2 if resolve_activation(config.activation).gated else 1
-        make = functools.partial(make, dtype=param_dtype)
-        self.wi = make(
-            "experts.wi", kernel_init, (e, branches, d, f), metadata=kernel_metadata, batch_axes=2
-        )
-        self.wo = make("experts.wo", kernel_init, (e, f, d), metadata=kernel_metadata, batch_axes=1)
-        self.wi_bias = self.wo_bias = nnx.data(None)
-        if config.use_bias:
-            self.wi_bias = make(
-                "experts.wi_bias", bias_init, (e, branches, f), metadata=bias_metadata, batch_axes=2
-            )
-            self.wo_bias = make(
-                "experts.wo_bias", bias_init, (e, d), metadata=bias_metadata, batch_axes=1
-            )
+        self.wi = make("experts.wi", kernel_init, kernel_metadata)
+        self.wo = make("experts.wo", kernel_init, kernel_metadata)
+        self.wi_bias = make("experts.wi_bias", bias_init, bias_metadata, rank=1)
+        self.wo_bias = make("experts.wo_bias", bias_init, bias_metadata, rank=1)
 
 
 class SharedExperts(nnx.Module):
@@ -124,24 +97,10 @@ class SharedExperts(nnx.Module):
     wo: nnx.Param[jax.Array]
     gate: nnx.Param[jax.Array] | None
 
-    def __init__(
-        self,
-        features: int,
-        config: SharedConfig,
-        activation: Activation,
-        *,
-        param_dtype: Dtype,
-        kernel_init: Initializer,
-        make: ParameterMaker,
-    ):
-        d, s = features, config.hidden_features
-        branches = 2 if activation.gated else 1
-        make = functools.partial(make, dtype=param_dtype)
-        self.wi = make("shared.wi", kernel_init, (branches, d, s), batch_axes=1)
-        self.wo = make("shared.wo", kernel_init, (s, d))
-        self.gate = nnx.data(None)
-        if config.combine == "gated":
-            self.gate = make("shared.gate", kernel_init, (d, 1))
+    def __init__(self, make: ParameterMaker, kernel_init: Initializer):
+        self.wi = make("shared.wi", kernel_init)
+        self.wo = make("shared.wo", kernel_init)
+        self.gate = make("shared.gate", kernel_init)
 
 
 class MoE(nnx.Module):
@@ -232,34 +191,18 @@ class MoE(nnx.Module):
         self.mesh = mesh
         self.rules = rules
 
-        make = ParameterMaker(sharding.active_mesh(mesh), rules, rngs)
-        self.router = Router(
-            features,
-            num_experts,
-            router,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            make=make,
-        )
-        self.experts = Experts(
+        make = ParameterMaker(
             config,
             param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-            make=make,
+            mesh=sharding.active_mesh(mesh),
+            rules=rules,
+            rngs=rngs,
         )
+        self.router = Router(make, kernel_init, bias_init)
+        self.experts = Experts(make, kernel_init, bias_init, kernel_metadata, bias_metadata)
         self.shared: SharedExperts | None = nnx.data(None)
         if shared is not None:
-            self.shared = SharedExperts(
-                features,
-                shared,
-                resolve_activation(shared.activation or activation),
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                make=make,
-            )
+            self.shared = SharedExperts(make, kernel_init)
 
     @classmethod
     def from_config(cls, config: MoEConfig, **kwargs: tp.Any) -> "MoE":
@@ -314,11 +257,9 @@ class MoE(nnx.Module):
             it.
           TypeError: inputs are not of a floating dtype.
         """
-        config = self.config
-        self._check_inputs(inputs, mask)
+        _check_inputs(inputs, mask, self.config.features)
         dtype = self.dtype or jnp.result_type(inputs, self.experts.wi[...], self.experts.wo[...])
-        tokens = inputs.astype(dtype)
-        rows, statistics = self._forward(tokens, mask)
+        rows, statistics = self._forward(inputs.astype(dtype), mask)
         if not return_aux:
             return rows
         return rows, losses.moe_aux(statistics)
@@ -352,25 +293,32 @@ class MoE(nnx.Module):
             moe_forward,
             config=self.config,
             precision=self.precision,
-            backend=resolve_backend(self.backend, mesh_platform(mesh)),
+            backend=resolve_backend(self.backend, sharding.mesh_platform(mesh)),
             expert_parallel=self.expert_parallel,
         )
         parameters = self._parameters(inputs.dtype)
         if mask is None:
             mask = jnp.ones(inputs.shape[:-1], bool)
         if axes is None:
-            tokens = inputs.reshape(-1, self.config.features)
-            rows, statistics = forward(parameters, tokens, mask.reshape(-1), DeviceAxes())
+            tokens, flat_mask = inputs.reshape(-1, inputs.shape[-1]), mask.reshape(-1)
+            rows, statistics = forward(parameters, tokens, flat_mask, DeviceAxes(), len(tokens))
             return rows.reshape(inputs.shape), statistics
-        return over_mesh(forward, parameters, self._shapes(), inputs, mask, axes)
+        return over_mesh(forward, parameters, parameter_shapes(self.config), inputs, mask, axes)
 
     def _parameters(self, dtype: Dtype) -> Parameters:
-        """All parameters by name; the experts' in the dtype to compute in."""
-        modules = {"router": self.router, "experts": self.experts, "shared": self.shared}
+        """All parameters by name; all but the router's in the dtype to compute in."""
         found = {}
-        for prefix, module in modules.items():
-            for name, variable in vars(module).items() if module is not None else ():
-                if isinstance(variable, nnx.Variable):
-                    value = variable[...]
-                    found[f"{prefix}.{name}"] = value if prefix == "router" else value.astype(dtype)
+        for name in parameter_shapes(self.config):
+            module, _, leaf = name.partition(".")
+            value = getattr(getattr(self, module), leaf)[...]
+            found[name] = value if module == "router" else value.astype(dtype)
         return found
+
+
+def _check_inputs(inputs: jax.Array, mask: jax.Array | None, features: int) -> None:
+    if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        raise TypeError(f"inputs must be of a floating dtype, got {inputs.dtype}")
+    if inputs.ndim < 1 or inputs.shape[-1] != features:
+        raise ValueError(f"inputs must be [..., {features}], got shape {inputs.shape}")
+    if mask is not None and mask.shape != inputs.shape[:-1]:
+        raise ValueError(f"mask must be of shape {inputs.shape[:-1]}, got {mask.shape}")

@@ -67,6 +67,16 @@ class MeshAxes:
         used = {*self.expert, *self.embed, *self.mlp, *self.tokens}
         return tuple(axis for axis in self.mesh.axis_names if axis in used)
 
+    def without(self, names: tp.Collection[str]) -> "MeshAxes":
+        """The same less the mesh axes given."""
+
+        def rest(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if axis not in names)
+
+        return MeshAxes(
+            self.mesh, rest(self.expert), rest(self.embed), rest(self.mlp), rest(self.tokens)
+        )
+
     def spec(self, parameter: str, shape: tp.Sequence[int]) -> PartitionSpec:
         """The PartitionSpec of a parameter.
 
@@ -171,6 +181,14 @@ def _normalize(rules: Rules | None) -> dict[str, tuple[str, ...]]:
             raise ValueError(f"rule {logical!r} -> {names} asks for one mesh axis twice")
         result[logical] = names
     return result
+
+
+def mesh_platform(mesh: AnyMesh | None) -> str | None:
+    """The platform of a mesh's devices ("cpu", "gpu", "tpu"), None where it is not known."""
+    if isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
+        return "gpu" if platform == "cuda" else platform
+    return None
 
 
 def reshard(x: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:

@@ -18,11 +18,21 @@ __all__ = [
     "Strategy",
     "all_gather",
     "all_to_all",
+    "check_strategy",
     "choose_strategy",
     "none",
     "replicated",
     "varying",
 ]
+
+
+def check_strategy(name: str) -> str:
+    """Returns the name of a strategy, or raises a ValueError that lists them."""
+    if name != "auto" and name not in STRATEGIES:
+        raise ValueError(
+            f"expert_parallel {name!r} is not known; allowed: {('auto', *STRATEGIES)}"
+        )
+    return name
 
 
 def choose_strategy(name: str, *, num_tokens: int, k: int, peers: int) -> Strategy:

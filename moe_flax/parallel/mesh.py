@@ -1,11 +1,12 @@
 """Runs a per-device layer over a mesh: tokens and parameters split, results put back together."""
 
 import dataclasses
+import math
 import typing as tp
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from moe_flax.sharding import LOGICAL_AXES, MeshAxes, reshard
@@ -23,87 +24,92 @@ class DeviceAxes:
     tokens: tuple[str, ...] = ()
 
 
-Forward: tp.TypeAlias = tp.Callable[
-    [Parameters, Float[Array, "t D"], Bool[Array, " t"], DeviceAxes], tuple[jax.Array, tp.Any]
-]
+class Forward(tp.Protocol):
+    """A layer on one device: its rows of the result, and a pytree that all devices agree on."""
+
+    def __call__(
+        self,
+        parameters: Parameters,
+        tokens: Float[Array, "t D"],
+        mask: Bool[Array, " t"],
+        axes: DeviceAxes,
+        num_tokens: int,
+    ) -> tuple[Float[Array, "t D"], tp.Any]: ...
 
 
 def over_mesh(
     forward: Forward,
     parameters: Parameters,
     shapes: tp.Mapping[str, tuple[int, ...]],
-    tokens: Float[Array, "T D"],
-    mask: Bool[Array, " T"],
+    inputs: Float[Array, "... D"],
+    mask: Bool[Array, "..."],
     axes: MeshAxes,
-) -> tuple[Float[Array, "T D"], tp.Any]:
-    """Calls ``forward`` on every device with its share.
+) -> tuple[Float[Array, "... D"], tp.Any]:
+    """Calls ``forward`` on every device with its share of tokens and parameters.
 
     Axes that are manual already (inside a caller's ``shard_map``) are used as they are: the
     parameters' shapes there tell whether the caller split them.
 
     Args:
-      forward: from parameters, tokens, mask and axes of one device to its rows of the result and
-        a pytree that is equal on all devices.
+      forward: the layer on one device; ``num_tokens`` counts the tokens of all devices.
       parameters: arrays by the names of ``LOGICAL_AXES``.
       shapes: their whole shapes.
-      tokens: [T, D]; T need not divide.
-      mask: [T], False for tokens that do not count.
+      inputs: [..., D]; the number of tokens need not divide over the mesh.
+      mask: [...], False for tokens that do not count.
       axes: the mesh and the use of its axes.
-
-    Returns:
-      The rows [T, D] and the pytree.
     """
-    manual = set(axes.mesh.manual_axes) if isinstance(axes.mesh, AbstractMesh) else set()
-    inner = _manual_axes(parameters, shapes, tokens, axes, manual)
-    own = tuple(axis for axis in axes.all if axis not in manual)
-    if not own:
-        return forward(parameters, tokens, mask, inner)
-
-    def outer(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if name not in manual)
-
-    outer_axes = dataclasses.replace(
-        axes,
-        expert=outer(axes.expert),
-        embed=outer(axes.embed),
-        mlp=outer(axes.mlp),
-        tokens=outer(axes.tokens),
-    )
+    manual = frozenset(getattr(axes.mesh, "manual_axes", ()))
+    inside = _manual_axes(parameters, shapes, inputs, axes, manual)
+    outside = axes.without(manual)
     everything = DeviceAxes(
-        expert=inner.expert + outer_axes.expert,
-        embed=inner.embed + outer_axes.embed,
-        mlp=inner.mlp + outer_axes.mlp,
-        tokens=inner.tokens + outer_axes.tokens,
+        expert=inside.expert + outside.expert,
+        embed=inside.embed + outside.embed,
+        mlp=inside.mlp + outside.mlp,
+        tokens=inside.tokens + outside.tokens,
     )
-    weight_specs = {name: outer_axes.spec(name, w.shape) for name, w in parameters.items()}
-    row_spec = PartitionSpec(outer_axes.tokens or None)
+    num_tokens = math.prod(inputs.shape[:-1]) * axes.size(inside.tokens)
+    if not outside.all:
+        rows, rest = forward(parameters, *_flatten(inputs, mask), everything, num_tokens)
+        return rows.reshape(inputs.shape), rest
 
-    explicit = AxisType.Explicit in axes.mesh.axis_types
-    before = jax.typeof(tokens).sharding.spec if explicit else None
-    total = tokens.shape[0]
-    padding = -total % outer_axes.size(outer_axes.tokens)
+    mesh = axes.mesh
+    weight_specs = {name: outside.spec(name, w.shape) for name, w in parameters.items()}
+    row_spec = PartitionSpec(outside.tokens or None)
+    padding = -math.prod(inputs.shape[:-1]) % outside.size(outside.tokens)
+    explicit = AxisType.Explicit in mesh.axis_types
+    home = jax.typeof(inputs).sharding.spec if explicit else PartitionSpec()
+    # Explicit shardings must divide at every step: rows lie as the leading dimension does, or,
+    # where padding changes their number, on every device.
+    between = PartitionSpec(home[0] if explicit and inputs.ndim > 1 and not padding else None)
     if explicit:
-        if padding:  # rows that do not divide cannot keep an Explicit sharding
-            tokens, mask = (reshard(x, axes.mesh, PartitionSpec()) for x in (tokens, mask))
-        parameters = {n: reshard(w, axes.mesh, weight_specs[n]) for n, w in parameters.items()}
+        inputs, mask = reshard(inputs, mesh, between), reshard(mask, mesh, between)
+        parameters = {n: reshard(w, mesh, weight_specs[n]) for n, w in parameters.items()}
+    tokens, flat_mask = _flatten(inputs, mask)
     if padding:
         tokens = jnp.pad(tokens, ((0, padding), (0, 0)))
-        mask = jnp.pad(mask, (0, padding))
+        flat_mask = jnp.pad(flat_mask, (0, padding))
     if explicit:
-        tokens, mask = (reshard(x, axes.mesh, row_spec) for x in (tokens, mask))
+        tokens, flat_mask = (reshard(x, mesh, row_spec) for x in (tokens, flat_mask))
 
+    partly = set(outside.all) | manual != set(mesh.axis_names)
     rows, rest = jax.shard_map(
-        lambda p, t, m: forward(p, t, m, everything),
-        mesh=None if isinstance(axes.mesh, AbstractMesh) else axes.mesh,
+        lambda p, t, m: forward(p, t, m, everything, num_tokens),
+        mesh=mesh if isinstance(mesh, Mesh) else None,
         in_specs=(weight_specs, row_spec, row_spec),
         out_specs=(row_spec, PartitionSpec()),
-        axis_names=set(own) if set(own) | manual != set(axes.mesh.axis_names) else set(),
-    )(parameters, tokens, mask)
+        **({"axis_names": set(outside.all)} if partly else {}),
+    )(parameters, tokens, flat_mask)
 
-    if explicit and padding:
-        rows = reshard(rows, axes.mesh, PartitionSpec())
-    rows = rows[:total] if padding else rows
-    return (reshard(rows, axes.mesh, before) if explicit and before is not None else rows), rest
+    if explicit:
+        rows = reshard(rows, mesh, between)
+    if padding:
+        rows = rows[: rows.shape[0] - padding]
+    rows = rows.reshape(inputs.shape)
+    return (reshard(rows, mesh, home) if explicit else rows), rest
+
+
+def _flatten(inputs: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return inputs.reshape(-1, inputs.shape[-1]), mask.reshape(-1)
 
 
 def gather_embed(name: str, parameter: jax.Array, axes: DeviceAxes) -> jax.Array:
@@ -135,7 +141,7 @@ def _manual_axes(
     shapes: tp.Mapping[str, tuple[int, ...]],
     tokens: jax.Array,
     axes: MeshAxes,
-    manual: set[str],
+    manual: frozenset[str],
 ) -> DeviceAxes:
     """Which of the caller's manual axes split the parameters and the tokens."""
 
