@@ -11,13 +11,11 @@ import typing as tp
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.hf_config import load_json, read_config, text_values
 from moe_flax.checkpoint.schema import (
-    Act,
     Entry,
     Family,
     Field,
     Form,
     LayerRule,
-    Shared,
     Stack,
     Values,
     field,
@@ -111,9 +109,7 @@ def resolve(values: Values) -> tuple[Family, Values]:
     return find(model_type), text
 
 
-def config_from_hf(
-    source: str | os.PathLike[str] | Values, layer: int | None = None
-) -> MoEConfig:
+def config_from_hf(source: str | os.PathLike[str] | Values, layer: int | None = None) -> MoEConfig:
     """Reads a Hugging Face configuration.
 
     Args:

@@ -26,7 +26,7 @@ def load_json(source: str | os.PathLike[str] | Values) -> dict[str, tp.Any]:
         raise fault(f"cannot be read ({error.strerror})", file=path) from None
 
 
-def text_values(values: Values, known: tp.Container[str]) -> tuple[str, Values]:
+def text_values(values: Values, known: tp.Container[tp.Any]) -> tuple[str, Values]:
     """The model type that is in the table, and the part of the config that describes it."""
     found = values
     while True:
@@ -40,7 +40,7 @@ def text_values(values: Values, known: tp.Container[str]) -> tuple[str, Values]:
 
 
 def stack_layers(family: Family, values: Values) -> list[tuple[Stack, int, tuple[int, ...]]]:
-    """A family's runs of layers: each with its length and its MoE layers, counted from its start."""
+    """A family's runs of layers: each with its length and its MoE layers from its own 0 on."""
     runs = []
     for stack in family.stacks:
         count = _integer(stack.num_layers.read(values), stack.num_layers)
@@ -167,14 +167,12 @@ def _put_activation(put: tp.Callable[[tp.Any, tp.Any], None], act: tp.Any, given
     put(act.limit, activation.limit or 0)
 
 
-def _put_layers(
-    put: tp.Callable[[tp.Any, tp.Any], None], stack: Stack, config: MoEConfig
-) -> None:
-    rule, moe, every = stack.rule, config.moe_layers, range(config.num_layers)
+def _put_layers(put: tp.Callable[[tp.Any, tp.Any], None], stack: Stack, config: MoEConfig) -> None:
+    rule, moe, every = stack.rule, list(config.moe_layers), range(config.num_layers)
     if isinstance(rule.types, Field):
         put(rule.types, [rule.moe_type[0] if i in moe else "dense" for i in every])
     elif isinstance(rule.indices, Field):
-        put(rule.indices, list(moe))
+        put(rule.indices, moe)
     elif rule.excluded is not None:
         put(rule.period, 1)
         put(rule.excluded, [i for i in every if i not in moe])

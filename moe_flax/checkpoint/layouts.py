@@ -18,7 +18,7 @@ PARAMETER_AXES: tp.Final[dict[str, str]] = {
     "router.kernel": "D R",
     "router.bias": "R",
     "router.correction_bias": "R",
-    "router.per_expert_scale": "E",
+    "router.per_expert_scale": "R",
     "experts.wi": "E J D F",
     "experts.wi_bias": "E J F",
     "experts.wo": "E F D",
@@ -31,7 +31,7 @@ PARAMETER_AXES: tp.Final[dict[str, str]] = {
 _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse(axes: str) -> tuple[tuple[str, ...], ...]:
     """Splits ``"E D (F J)"`` into ``(("E",), ("D",), ("F", "J"))``.
 

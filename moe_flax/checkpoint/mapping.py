@@ -57,9 +57,8 @@ def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
 
 def _without(axes: str, dropped: tp.Collection[str]) -> str:
     """A layout less some of its axes."""
-    groups = ((a for a in group if a not in dropped) for group in parse(axes))
-    names = (tuple(group) for group in groups)
-    return " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in names if group)
+    groups = [[axis for axis in group if axis not in dropped] for group in parse(axes)]
+    return " ".join(f"({' '.join(g)})" if len(g) > 1 else g[0] for g in groups if g)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +160,9 @@ def read(parameter: Parameter, index: Index | None = None, dtype: tp.Any = None)
     """Returns a part of a parameter, all of it by default, as a new array."""
     index = tuple(
         slice(*s.indices(n)[:2])
-        for s, n in zip(index or (slice(None),) * len(parameter.shape), parameter.shape, strict=True)
+        for s, n in zip(
+            index or (slice(None),) * len(parameter.shape), parameter.shape, strict=True
+        )
     )
     out = np.empty([s.stop - s.start for s in index], dtype or parameter.dtype)
     parameter.read_into(out, index)

@@ -72,7 +72,9 @@ def parse_json(text: bytes, file: pathlib.Path) -> dict[str, tp.Any]:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise fault(f"not valid JSON ({error})", file=file) from None
     except ValueError as error:  # integers past Python's digit limit, and our own faults
-        raise error if isinstance(error, type(fault(""))) else fault(str(error), file=file) from None
+        raise (
+            error if isinstance(error, type(fault(""))) else fault(str(error), file=file)
+        ) from None
     if not isinstance(value, dict):
         raise fault(f"expected a JSON object, got {type(value).__name__}", file=file)
     return value
@@ -100,9 +102,7 @@ def _parse_entry(name: str, entry: tp.Any, data_start: int, file: pathlib.Path) 
             file=file,
             tensor=name,
         )
-    return TensorInfo(
-        DTYPES[dtype], tuple(shape), data_start + offsets[0], data_start + offsets[1]
-    )
+    return TensorInfo(DTYPES[dtype], tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
 def read_header(file: pathlib.Path) -> dict[str, TensorInfo]:

@@ -1,4 +1,4 @@
-"""What a row of the family table is made of: config fields, layer rules, key templates. Only data."""
+"""What a row of the family table is made of: config fields, layer rules, key templates."""
 
 import dataclasses
 import typing as tp
@@ -105,7 +105,9 @@ class Act:
             clamp=self.clamp,
             gated=self.gated,
         )
-        return next((name for name, known in ACTIVATIONS.items() if known == activation), activation)
+        return next(
+            (name for name, known in ACTIVATIONS.items() if known == activation), activation
+        )
 
 
 @dataclasses.dataclass(frozen=True)

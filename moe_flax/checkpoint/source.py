@@ -19,7 +19,8 @@ from moe_flax.checkpoint.mapping import (
     axis_sizes,
     parameter_shapes,
 )
-from moe_flax.checkpoint.schema import Entry, Form, Values
+from moe_flax.checkpoint.reader import Reader
+from moe_flax.checkpoint.schema import Entry, Family, Form, Values
 from moe_flax.config import MoEConfig
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -41,7 +42,7 @@ class Layer:
         return frozenset(key for binding in self.bindings.values() for key in binding.keys)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _pattern(key: str, branches: tuple[str, ...]) -> re.Pattern[str]:
     names = "|".join(map(re.escape, branches)) or "(?!)"
     return re.compile(
@@ -63,6 +64,7 @@ class Source:
       hf_config: its parsed config.json.
       file: what errors call the checkpoint.
       form: the name of the on-disk form, where keys do not tell it.
+      only: look at this layer alone.
 
     Attributes:
       family, config: its row of the table, and the first MoE layer's configuration.
@@ -79,6 +81,7 @@ class Source:
         *,
         file: str | os.PathLike[str] = "",
         form: str | None = None,
+        only: int | None = None,
     ):
         self.tensors, self.hf_config, self.file = tensors, dict(hf_config), file
         self.family, self.values = families.resolve(hf_config)
@@ -86,7 +89,9 @@ class Source:
         self._wanted_form = form
         if form is not None and form not in [f.name for f in self.family.forms]:
             names = ", ".join(f.name for f in self.family.forms)
-            raise fault(f"family {self.family.name} has no form {form!r}; it has {names}", file=file)
+            raise fault(
+                f"family {self.family.name} has no form {form!r}; it has {names}", file=file
+            )
         self._groups: dict[tuple[str, int], list[str]] = collections.defaultdict(list)
         for name in tensors:
             match = _LAYER.search(name)
@@ -97,19 +102,27 @@ class Source:
         offset = 0
         for stack, count, indices in stack_layers(self.family, self.values):
             heads = [prefix.split("{layer}")[0] for prefix in stack.prefixes]
-            self.beyond += sorted(
-                {n for head, n in self._groups if head in heads and n >= count}
-            )
+            self.beyond += sorted({n for head, n in self._groups if head in heads and n >= count})
             for index in indices:
+                if only not in (None, offset + index):
+                    continue
                 self.layers[offset + index] = self._bind(stack.prefixes, index, offset + index)
             self._refuse_hidden_experts(stack.prefixes, count, indices, offset)
             offset += count
         taken = {key for layer in self.layers.values() for key in layer.keys}
         self.rest = [name for name in tensors if name not in taken]
 
+    def layer(self, index: int) -> Layer:
+        """The MoE layer of an index; an error lists those there are."""
+        if index not in self.layers:
+            raise fault(
+                f"layer {index} is no MoE layer; those are {self.config.moe_layers}", file=self.file
+            )
+        return self.layers[index]
+
     def parameters(self, index: int) -> dict[str, StoredParameter]:
         """The parameters of a layer, by name, read when asked."""
-        layer = self.layers[index]
+        layer = self.layer(index)
         return {name: StoredParameter(b, self.tensors) for name, b in layer.bindings.items()}
 
     def _bind(self, prefixes: tuple[str, ...], number: int, index: int) -> Layer:
@@ -144,7 +157,7 @@ class Source:
                 f"layer {index} has no expert tensors; expected such as {', '.join(keys)}",
                 file=self.file,
             )
-        ((prefix, _), form), = found.items()
+        (((prefix, _), form),) = found.items()
         layer = _layer(index, config, prefix, form)
         self._check(layer, [prefix + name for name in names[prefix]])
         return layer
@@ -223,9 +236,23 @@ def _layer(index: int, config: MoEConfig, prefix: str, form: Form) -> Layer:
     return Layer(index, config, prefix, form, bindings)
 
 
-def open_source(path: str | os.PathLike[str], *, form: str | None = None) -> Source:
+def bind(family: Family, form: Form, config: MoEConfig, index: int, num_layers: int) -> Layer:
+    """Where a layer of this configuration goes in a new checkpoint of the family."""
+    stacks = family.stacks
+    per_stack = -(-num_layers // len(stacks))  # encoder and decoder of one depth
+    number = index % per_stack if per_stack else index
+    prefix = stacks[index // per_stack if per_stack else 0].prefixes[0].format(layer=number)
+    return _layer(index, config, prefix, form)
+
+
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    form: str | None = None,
+    quantized: str = "dequantize",
+    only: int | None = None,
+) -> Source:
     """Opens a checkpoint directory; see `Source`."""
-    from moe_flax.checkpoint.reader import Reader
-
-    return Source(Reader(path), load_json(path), file=pathlib.Path(path), form=form)
-
+    if quantized not in ("dequantize", "keep"):
+        raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
+    return Source(Reader(path), load_json(path), file=pathlib.Path(path), form=form, only=only)

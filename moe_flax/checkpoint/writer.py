@@ -5,6 +5,7 @@ names, dtypes and shapes alone. Shards are written under another name and rename
 in a directory that is itself renamed when all is there.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -91,15 +92,14 @@ def write_file(
 ) -> None:
     """Writes one safetensors file under a temporary name and renames it when it is on the disk."""
     partial = file.with_name(file.name + ".partial")
-    # Data of larger dtypes first would align it; order is kept instead, and the header is padded.
-    with open(partial, "wb") as handle:
+    with _writable(partial) as handle:
         handle.write(_header(outputs))
         for output in outputs:
             written = 0
             for chunk in output.chunks():
                 if chunk.dtype != output.dtype:
                     raise fault(f"got {chunk.dtype}, planned {output.dtype}", tensor=output.name)
-                handle.write(memoryview(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)))
+                handle.write(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data)
                 written += chunk.nbytes
                 progress(chunk.nbytes)
             if written != output.nbytes:
@@ -109,6 +109,15 @@ def write_file(
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(partial, file)
+
+
+@contextlib.contextmanager
+def _writable(file: pathlib.Path) -> tp.Iterator[tp.BinaryIO]:
+    try:
+        with open(file, "wb") as handle:
+            yield handle
+    except OSError as error:
+        raise fault(f"cannot be written ({error.strerror})", file=file) from error
 
 
 def incomplete(path: pathlib.Path) -> pathlib.Path:
@@ -146,8 +155,8 @@ def write_checkpoint(
         one nothing is continued.
 
     Raises:
-      CheckpointError: the target is not empty, or two tensors have one name.
-      OSError: the disk is full or cannot be written; nothing is left behind then.
+      CheckpointError: the target is not empty, two tensors have one name, or the disk is full or
+        cannot be written. After any error nothing is left behind.
     """
     path = pathlib.Path(path)
     names = [output.name for output in outputs]
@@ -187,8 +196,8 @@ def write_checkpoint(
             path.rmdir()
         os.rename(work, path)
         _sync_directory(path.parent)
-    except BaseException:
-        if not fingerprint:
+    except BaseException as error:
+        if isinstance(error, Exception) or not fingerprint:  # an interrupt is continued later
             shutil.rmtree(work, ignore_errors=True)
         raise
 
@@ -205,7 +214,7 @@ def _is_done(file: pathlib.Path, outputs: tp.Sequence[Output]) -> bool:
 
 def _replace_bytes(file: pathlib.Path, content: bytes) -> None:
     partial = file.with_name(file.name + ".partial")
-    with open(partial, "wb") as handle:
+    with _writable(partial) as handle:
         handle.write(content)
         handle.flush()
         os.fsync(handle.fileno())
