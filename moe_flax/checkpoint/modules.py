@@ -45,6 +45,8 @@ def build_moe(
         )
     )
     active = sharding.active_mesh(mesh)
+    if isinstance(active, AbstractMesh):  # the mesh in scope: arrays need its devices
+        active = jax.sharding.get_mesh()
     axes = sharding.resolve_axes(active, rules) if active is not None else None
     variables = dict(named_variables(module))
     differing = set(variables) ^ set(parameters)
@@ -57,9 +59,7 @@ def build_moe(
         to = parameter_dtype(name, parameter.dtype, dtype)
         target = None
         if axes is not None:
-            spec = axes.spec(name, parameter.shape)
-            concrete = jax.sharding.get_mesh() if isinstance(active, AbstractMesh) else active
-            target = NamedSharding(concrete, spec)
+            target = NamedSharding(axes.mesh, axes.spec(name, parameter.shape))
         variable.set_value(place_parameter(parameter, to, target))
     return module
 
