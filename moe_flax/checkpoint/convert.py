@@ -57,7 +57,7 @@ class Checkpoint:
     """A model's MoE layers, and everything else that its checkpoint holds.
 
     Attributes:
-      config: the first MoE layer's configuration.
+      config: the configuration of most of its MoE layers.
       layers: the MoE layers by index. An encoder-decoder's decoder layers count on from its
         encoder's.
       rest: every other tensor by its stored name, untouched.

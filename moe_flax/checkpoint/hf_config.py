@@ -49,7 +49,7 @@ def stack_layers(family: Family, values: Values) -> list[tuple[Stack, int, tuple
 
 
 def read_config(family: Family, values: Values, layer: int | None = None) -> MoEConfig:
-    """Reads one layer's configuration, the first MoE layer's where none is named.
+    """Reads one layer's configuration, that of most MoE layers where none is named.
 
     Raises:
       CheckpointError: a field is missing, contradicts another, or has a value that the row does
@@ -58,13 +58,15 @@ def read_config(family: Family, values: Values, layer: int | None = None) -> MoE
     for name, allowed in family.expects.items():
         value = lookup(values, name)
         if value is not None and value not in allowed:
-            raise fault(f"config.json has {name}={value!r}; {family.name} is read for {allowed}")
+            known = " or ".join(map(repr, allowed)) or "none"
+            raise fault(f"config.json has {name}={value!r}; {family.name} is known with {known}")
     moe_layers, offset = [], 0
     for _, count, indices in stack_layers(family, values):
         moe_layers += [offset + index for index in indices]
         offset += count
     if layer is None:
-        layer = moe_layers[0] if moe_layers else 0
+        configs = [read_config(family, values, index) for index in moe_layers or (0,)]
+        return max(configs, key=configs.count)
 
     def number(cell: tp.Any) -> int:
         return _integer(read(cell, values, layer), cell)
@@ -118,8 +120,7 @@ def write_config(family: Family, config: MoEConfig) -> dict[str, tp.Any]:
     def put(cell: tp.Any, value: tp.Any) -> None:
         if not isinstance(cell, Field):
             return
-        if cell.choices is not None:
-            value = next((k for k, v in cell.choices.items() if v == value), value)
+        value = cell.write(value)
         target = values
         *parents, last = cell.names[0].split(".")
         for name in parents:

@@ -27,39 +27,86 @@ class Field:
     Args:
       names: where it may stand, the family's own name first; those present must agree.
       default: the family's value where none is present; without one, absence is an error.
+      null: the value of an explicit null; by default the same as absence.
       choices: what stored values mean; any other is an error. None takes the value itself.
       when: (name, values): the field counts only where that config value is one of these.
       otherwise: what it is where it does not count.
+      cast: "bool" for whether the value is other than 0; "complement" for 1 minus it.
+      length_of: the name of a list whose length it is where it is absent.
+      leading: (name, default, value, rest): where it is absent, the first so many layers (that
+        field, or its default) have ``value`` and the others ``rest``.
     """
 
     names: tuple[str, ...]
     default: tp.Any = _MISSING
+    null: tp.Any = _MISSING
     choices: tp.Mapping[tp.Any, tp.Any] | None = None
     when: tuple[str, tuple[tp.Any, ...]] | None = None
     otherwise: tp.Any = None
+    cast: tp.Literal["bool", "complement"] | None = None
+    length_of: str = ""
+    leading: tuple[str, int, tp.Any, tp.Any] | None = None
 
     def read(self, values: Values, layer: int | None = None) -> tp.Any:
         """The value; a list holds one a layer. Raises a CheckpointError naming the field."""
         if self.when is not None and lookup(values, self.when[0]) not in self.when[1]:
             return self.otherwise
-        found = {n: v for n in self.names if (v := lookup(values, n)) is not None}
-        if isinstance(layer, int):
-            found = {
-                n: v[layer] if isinstance(v, list) and layer < len(v) else v
-                for n, v in found.items()
-            }
-        first = next(iter(found.values()), self.default)
-        if first is _MISSING:
-            raise fault(f"config.json has no {' or '.join(self.names)}")
-        if any(value != first for value in found.values()):
+        found = {name: self._at(lookup(values, name), layer) for name in self.names}
+        found = {name: value for name, value in found.items() if value is not None}
+        if not found and self.leading is not None and layer is not None:
+            name, default, value, rest = self.leading
+            return value if layer < (lookup(values, name) or default) else rest
+        if not found:
+            return self._absent(values)
+        first = next(iter(found.values()))
+        if any(value != first for value in found.values() if type(value) is type(first)):
             raise fault(f"config.json contradicts itself: {found}")
-        if self.choices is None or not found:
-            return first
-        if not isinstance(first, str | int | float | bool) or first not in self.choices:
-            raise fault(
-                f"config.json has {self.names[0]}={first!r}; known: {sorted(self.choices, key=str)}"
+        if self.choices is not None:
+            if not isinstance(first, str | int | float | bool) or first not in self.choices:
+                known = sorted(self.choices, key=str)
+                raise fault(f"config.json has {self.names[0]}={first!r}; known: {known}")
+            first = self.choices[first]
+        return self._cast(first)
+
+    @staticmethod
+    def _at(value: tp.Any, layer: int | None) -> tp.Any:
+        if layer is not None and isinstance(value, list) and layer < len(value):
+            return value[layer]
+        return value
+
+    def _absent(self, values: Values) -> tp.Any:
+        if self.null is not _MISSING and any(_is_null(values, name) for name in self.names):
+            return self.null
+        listed = lookup(values, self.length_of) if self.length_of else None
+        if isinstance(listed, list):
+            return len(listed)
+        if self.default is _MISSING:
+            raise fault(f"config.json has no {' or '.join(self.names)}")
+        return self._cast(self.default)
+
+    def _cast(self, value: tp.Any) -> tp.Any:
+        try:
+            return (
+                value
+                if self.cast is None
+                else 1 - value
+                if self.cast == "complement"
+                else bool(value)
             )
-        return self.choices[first]
+        except TypeError:
+            raise fault(f"config.json has {self.names[0]}={value!r}; expected a number") from None
+
+    def write(self, value: tp.Any) -> tp.Any:
+        """The stored value that reads back as this one."""
+        if self.choices is not None:
+            return next((k for k, v in self.choices.items() if v == value), value)
+        return 1 - value if self.cast == "complement" else value
+
+
+def _is_null(values: Values, name: str) -> bool:
+    *parents, last = name.split(".")
+    inner = lookup(values, ".".join(parents)) if parents else values
+    return isinstance(inner, tp.Mapping) and last in inner and inner[last] is None
 
 
 def field(*names: str, **kwargs: tp.Any) -> Field:

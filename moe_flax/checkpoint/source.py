@@ -67,7 +67,7 @@ class Source:
       only: look at this layer alone.
 
     Attributes:
-      family, config: its row of the table, and the first MoE layer's configuration.
+      family, config: its row of the table, and the configuration of most of its MoE layers.
       layers: the MoE layers by index, each checked: no tensor missing, none left over.
       rest: names of the tensors that belong to no MoE parameter, in the checkpoint's order.
       beyond: layer indices past the configuration's last (multi-token prediction); their tensors
