@@ -153,6 +153,7 @@ def _route(
         kept = _within_capacity(chosen, capacity, axes, config)
     statistics = routing_statistics(logits, chosen, config.num_experts, kept=kept, mask=mask)
     if axes.tokens:
+        statistics = parallel.varying(statistics, axes.tokens)  # counts of constants do not vary
         statistics = jax.tree.map(lambda s: jax.lax.psum(s, axes.tokens), statistics)
     return kept, statistics
 

@@ -13,7 +13,7 @@ from moe_flax import losses, sharding
 from moe_flax.activations import Activation, resolve_activation
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
 from moe_flax.forward import moe_forward, router_logits
-from moe_flax.kernels.backend import resolve_backend
+from moe_flax.kernels.backend import check_backend, resolve_backend
 from moe_flax.losses import MoEAux
 from moe_flax.parallel import check_strategy
 from moe_flax.parallel.mesh import DeviceAxes, Parameters, over_mesh

@@ -7,6 +7,13 @@ import jax
 BACKENDS = ("auto", "reference", "cpu", "triton", "tpu", "xla")
 
 
+def check_backend(backend: str) -> str:
+    """Returns a backend's name, or raises a ValueError that lists them."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not known; allowed: {BACKENDS}")
+    return backend
+
+
 def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
     """Turns "auto" into a backend's name, and checks any other name.
 
@@ -19,8 +26,7 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
       ValueError: an unknown backend (the message lists the known ones), or one asked for by name
         that cannot run here.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not known; allowed: {BACKENDS}")
+    check_backend(backend)
     if backend == "triton":
         missing = _missing_for_triton(platform or _default_platform())
         if missing:
@@ -34,7 +40,7 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
 
 
 def _default_platform() -> str:
-    device = jax.config.read("jax_default_device")
+    device = jax.config.jax_default_device
     if device is None:
         platform = jax.default_backend()
     else:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_flax.kernels.backend import resolve_backend
+from moe_flax.varying import align_varying
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _MAX_ROWS = 2**31 - 1  # row offsets are int32
@@ -34,6 +35,9 @@ class Backend(tp.Protocol):
     Both operands have one dtype, ``group_sizes`` is int32 and sums to M at most; sums are float32
     (float64 for float64). Rows past the end are 0 in the product and ignored in the contraction,
     whatever they hold; the contraction of an empty group is exactly 0.
+
+    A module may also define ``expert_ffn`` with the operands of `moe_flax.experts.expert_ffn`
+    (checked, ``activation`` resolved, without ``backend``): the whole FFN, gradients included.
     """
 
     def grouped_product(
@@ -124,7 +128,7 @@ def grouped_matmul(
         raise TypeError(f"preferred_element_type must be one of {_DTYPES}, got {out_dtype.name}")
     call = _Call(resolve_backend(backend), transpose_rhs, out_dtype, _precision_name(precision))
     load_backend(call.backend)
-    operands = _align_varying(
+    operands = align_varying(
         lhs.astype(dtype), rhs.astype(dtype), jnp.asarray(group_sizes).astype(jnp.int32)
     )
     return _product(call, *operands)
@@ -165,20 +169,6 @@ def _precision_name(precision: jax.lax.PrecisionLike) -> str | None:
     if isinstance(precision, jax.lax.Precision):
         return precision.name.lower()
     raise ValueError(f"precision must be None, a string or a jax.lax.Precision, got {precision!r}")
-
-
-def _align_varying(*operands: jax.Array) -> list[jax.Array]:
-    """Makes operands vary over the same mesh axes inside ``jax.shard_map``.
-
-    A loop's carry and a gradient must vary as their operands do; casting here also has the
-    gradient of a replicated operand summed over the axes that it was cast to.
-    """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    return [_cast_varying(x, axes - jax.typeof(x).manual_axis_type.varying) for x in operands]
-
-
-def _cast_varying(x: jax.Array, axes: frozenset) -> jax.Array:
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -68,7 +68,9 @@ def grouped_product(
     shared = rhs.ndim == 4 and lhs.ndim == 2
     shape = (rows, rhs.shape[1], width) if shared else (rows, width)
     lhs = _flat(lhs)
-    out = jnp.zeros_like(lhs, shape=(rows, shape[-1] * (shape[1] if shared else 1)), dtype=preferred_element_type)
+    out = jnp.zeros_like(
+        lhs, shape=(rows, shape[-1] * (shape[1] if shared else 1)), dtype=preferred_element_type
+    )
     if out.size == 0 or lhs.size == 0:
         return out.reshape(shape)
     tile = _tile_rows(rows, rhs.shape[0])

@@ -1,4 +1,4 @@
-"""The plain reference: every row beside its own matrix. For small sizes; the other backends' test."""
+"""The plain reference, for tests and small sizes: every row beside its own matrix."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""XLA's own ragged product, for chips without a kernel of ours; on CPU it costs G times the work."""
+"""XLA's own ragged product, for chips without a kernel of ours; on CPU it does G times the work."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ def _ragged_dot(lhs, rhs, group_sizes, contracting, rhs_group_dimensions, dtype)
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=rhs_group_dimensions,
     )
-    out = jax.lax.ragged_dot_general(
-        lhs, rhs, group_sizes, dimensions, preferred_element_type=sums
-    )
+    out = jax.lax.ragged_dot_general(lhs, rhs, group_sizes, dimensions, preferred_element_type=sums)
     return out.astype(dtype)
 
 
