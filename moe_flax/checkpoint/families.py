@@ -644,7 +644,6 @@ TABLE: tp.Final[tuple[Family, ...]] = (
         experts=_experts("n_routed_experts"),
         router=_deepseek(_scale(1.0), (1, 1), _norm(True)),
         shared=_shared_count(1),
-        stacks=_after_dense(0),
         expects=_SIGMOID_ONLY,
     ),
     Family(

@@ -8,7 +8,7 @@ import typing as tp
 from moe_flax.activations import resolve_activation
 from moe_flax.checkpoint.errors import CheckpointError, fault
 from moe_flax.checkpoint.reader import parse_json
-from moe_flax.checkpoint.schema import Family, Field, Stack, Values, lookup, read
+from moe_flax.checkpoint.schema import Act, Family, Field, Stack, Values, lookup, read
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
 
 NESTED: tp.Final = ("text_config", "thinker_config", "language_config", "llm_config")
@@ -109,77 +109,108 @@ def _integer(value: tp.Any, cell: tp.Any) -> int:
     return value
 
 
+class _Writer:
+    """Collects the values of config.json from table cells; the first word on a field stands."""
+
+    def __init__(self, model_type: str):
+        self.values: dict[str, tp.Any] = {"model_type": model_type}
+
+    def put(self, cell: tp.Any, value: tp.Any) -> None:
+        """Writes the field so that it reads as ``value``; constants need no field."""
+        if not isinstance(cell, Field) or (cell.cast == "bool" and value):
+            return  # a number that is not 0 follows from another cell
+        if cell.when is not None and value != cell.otherwise:
+            self._set(cell.when[0], cell.when[1][0])
+        self._set(cell.names[0], cell.write(value))
+
+    def _set(self, name: str, value: tp.Any) -> None:
+        *parents, last = name.split(".")
+        target = self.values
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target.setdefault(last, value)
+
+
 def write_config(family: Family, config: MoEConfig) -> dict[str, tp.Any]:
     """The fields of config.json that make `read_config` give this configuration.
 
     Raises:
       CheckpointError: the family's fields cannot say it; the message lists what differs.
     """
-    values: dict[str, tp.Any] = {"model_type": family.name}
-
-    def put(cell: tp.Any, value: tp.Any) -> None:
-        if not isinstance(cell, Field):
-            return
-        value = cell.write(value)
-        target = values
-        *parents, last = cell.names[0].split(".")
-        for name in parents:
-            target = target.setdefault(name, {})
-        target.setdefault(last, value)
-
-    put(family.features, config.features)
-    put(family.hidden, config.hidden_features)
-    put(family.experts, config.num_experts)
-    put(family.top_k, config.num_experts_per_token)
+    writer = _Writer(family.name)
+    writer.put(family.features, config.features)
+    writer.put(family.hidden, config.hidden_features)
+    writer.put(family.experts, config.num_experts)
+    writer.put(family.top_k, config.num_experts_per_token)
     for name, cell in family.router.items():
-        put(cell, getattr(config.router, name))
-    _put_activation(put, family.activation, config.activation)
-    if family.shared is not None:
-        width, count = config.shared.hidden_features if config.shared else 0, family.shared.count
-        if isinstance(count, Field):  # as n experts of the routed width where that divides
-            unit = lookup(values, family.shared.width.names[0])
-            unit = unit if unit and width % unit == 0 else width
-            put(count, width // unit if unit else 0)
-            width = unit
-        put(family.shared.width, width)
-        if config.shared:
-            put(family.shared.combine, config.shared.combine)
-            if family.shared.activation and config.shared.activation:
-                _put_activation(put, family.shared.activation, config.shared.activation)
-    for stack in family.stacks:
-        put(stack.num_layers, config.num_layers)
-        _put_layers(put, stack, config)
-    written = read_config(family, values)
+        writer.put(cell, getattr(config.router, name))
+    _put_activation(writer, family.activation, config.activation)
+    _put_shared(writer, family, config)
+    count = config.num_layers // len(family.stacks)
+    for i, stack in enumerate(family.stacks):
+        writer.put(stack.num_layers, count)
+        moe = [j - i * count for j in config.moe_layers if i * count <= j < (i + 1) * count]
+        _put_layers(writer, stack, count, moe)
+    written = read_config(family, writer.values)
     wanted = dataclasses.replace(config, family=family.name)
     if written != wanted:
-        differing = [
-            f"{f.name}={getattr(wanted, f.name)!r} (would read {getattr(written, f.name)!r})"
-            for f in dataclasses.fields(MoEConfig)
-            if getattr(written, f.name) != getattr(wanted, f.name)
-        ]
-        raise fault(f"family {family.name} cannot express {'; '.join(differing)}")
-    return values
+        raise fault(f"family {family.name} cannot express {_difference(wanted, written)}")
+    return writer.values
 
 
-def _put_activation(put: tp.Callable[[tp.Any, tp.Any], None], act: tp.Any, given: tp.Any) -> None:
+def _difference(wanted: tp.Any, written: tp.Any) -> str:
+    """The fields in which two dataclasses differ, with both values."""
+    found = []
+    for f in dataclasses.fields(wanted):
+        a, b = getattr(wanted, f.name), getattr(written, f.name)
+        if a != b and isinstance(a, RouterConfig):
+            found.append(f"router: {_difference(a, b)}")
+        elif a != b:
+            found.append(f"{f.name}={a!r} (would read {b!r})")
+    return "; ".join(found)
+
+
+def _put_activation(writer: _Writer, act: Act, given: tp.Any) -> None:
     activation = resolve_activation(given)
-    put(act.function, activation.function)
-    put(act.alpha, activation.alpha)
-    put(act.limit, activation.limit or 0)
+    writer.put(act.function, activation.function)
+    writer.put(act.alpha, activation.alpha)
+    if activation.limit is not None:
+        writer.put(act.limit, activation.limit)
 
 
-def _put_layers(put: tp.Callable[[tp.Any, tp.Any], None], stack: Stack, config: MoEConfig) -> None:
-    rule, moe, every = stack.rule, list(config.moe_layers), range(config.num_layers)
+def _put_shared(writer: _Writer, family: Family, config: MoEConfig) -> None:
+    if family.shared is None:
+        return
+    width, count = config.shared.hidden_features if config.shared else 0, family.shared.count
+    if isinstance(count, Field):  # as n experts of the routed width where that divides
+        unit = lookup(writer.values, family.shared.width.names[0])
+        unit = unit if unit and width % unit == 0 else width
+        writer.put(count, width // unit if unit else 0)
+        width = unit
+    writer.put(family.shared.width, width)
+    if config.shared is not None:
+        writer.put(family.shared.combine, config.shared.combine)
+        if family.shared.activation and config.shared.activation:
+            _put_activation(writer, family.shared.activation, config.shared.activation)
+
+
+def _put_layers(writer: _Writer, stack: Stack, count: int, moe: list[int]) -> None:
+    rule = stack.rule
     if isinstance(rule.types, Field):
-        put(rule.types, [rule.moe_type[0] if i in moe else "dense" for i in every])
+        writer.put(rule.types, [rule.moe_type[0] if i in moe else "dense" for i in range(count)])
     elif isinstance(rule.indices, Field):
-        put(rule.indices, moe)
+        writer.put(rule.indices, moe)
     elif rule.excluded is not None:
-        put(rule.period, 1)
-        put(rule.excluded, [i for i in every if i not in moe])
-    elif moe:
-        put(rule.first, moe[0])
-        put(rule.last, moe[-1])
-        period = moe[1] - moe[0] if len(moe) > 1 else 1
-        put(rule.period, period)
-        put(rule.phase, moe[0] % period)
+        writer.put(rule.period, 1)
+        writer.put(rule.excluded, [i for i in range(count) if i not in moe])
+    elif moe:  # arithmetic: from the first on, or with a step
+        step = moe[1] - moe[0] if len(moe) > 1 else count
+        for first, period in ((moe[0], 1), (moe[0], step), (0, step)):
+            trial = _Writer("")
+            trial.put(rule.first, first)
+            trial.put(rule.last, moe[-1] if moe[-1] < count - 1 else -1)
+            trial.put(rule.period, period)
+            trial.put(rule.phase, moe[0] % period)
+            if list(rule.read(trial.values, count)) == moe:
+                writer.values.update(trial.values | {"model_type": writer.values["model_type"]})
+                return

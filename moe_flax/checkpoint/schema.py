@@ -100,6 +100,8 @@ class Field:
         """The stored value that reads back as this one."""
         if self.choices is not None:
             return next((k for k, v in self.choices.items() if v == value), value)
+        if self.cast == "bool":
+            return value if value or self.null is _MISSING else None
         return 1 - value if self.cast == "complement" else value
 
 
@@ -134,7 +136,7 @@ FUNCTIONS: tp.Final[dict[str, str]] = {
 class Act:
     """A family's expert activation; see `moe_flax.Activation` for the arguments."""
 
-    function: Field | str = Field(("hidden_act",), "silu", FUNCTIONS)
+    function: Field | str = Field(("hidden_act",), default="silu", choices=FUNCTIONS)
     alpha: Field | float = 1.0
     up_offset: float = 0.0
     limit: Field | float | None = None
@@ -181,7 +183,7 @@ class LayerRule:
     """
 
     types: Field | None = None
-    moe_type: tuple[str, ...] = ("sparse",)
+    moe_type: tuple[str | int, ...] = ("sparse",)
     indices: Field | None = None
     first: Field | int = 0
     last: Field | int = -1

@@ -28,8 +28,13 @@ def config_of(path):
 def golden_of(path):
     """(inputs, {layer: outputs}) of a fixture."""
     golden = load_file(pathlib.Path(path) / "golden.bin")
-    inputs = golden.pop("inputs")
-    return inputs, {int(name.split(".")[1]): value for name, value in golden.items()}
+    outputs = {int(n.split(".")[1]): value for n, value in golden.items() if "outputs." in n}
+    return golden["inputs"], outputs
+
+
+def router_inputs_of(path):
+    """What the router of a fixture sees where the experts see something else, or None."""
+    return load_file(pathlib.Path(path) / "golden.bin").get("router_inputs")
 
 
 def write(path, tensors, config, shards=1):
