@@ -19,6 +19,7 @@ from moe_flax.checkpoint.mapping import (
     axis_sizes,
     parameter_shapes,
 )
+from moe_flax.checkpoint.quantized import Logical
 from moe_flax.checkpoint.reader import Reader
 from moe_flax.checkpoint.schema import Entry, Family, Form, Values
 from moe_flax.config import MoEConfig
@@ -255,4 +256,6 @@ def open_source(
     """Opens a checkpoint directory; see `Source`."""
     if quantized not in ("dequantize", "keep"):
         raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
-    return Source(Reader(path), load_json(path), file=pathlib.Path(path), form=form, only=only)
+    hf_config = load_json(path)
+    tensors = Logical(Reader(path), hf_config, pathlib.Path(path))
+    return Source(tensors, hf_config, file=pathlib.Path(path), form=form, only=only)
