@@ -176,15 +176,11 @@ def _within_capacity(
     if axes.tokens:
         count = routing.expert_ids.shape[0]
         start = jax.lax.axis_index(axes.tokens) * count
-        kept = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept
-        )
+        kept = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept)
     return dataclasses.replace(kept, probabilities=routing.probabilities)
 
 
-def _strategy(
-    name: str, routing: Routing, axes: DeviceAxes
-) -> parallel.Strategy:
+def _strategy(name: str, routing: Routing, axes: DeviceAxes) -> parallel.Strategy:
     if not axes.expert:
         return parallel.none
     split = set(axes.expert) & set(axes.tokens)

@@ -10,7 +10,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Bool, Float
 
 from moe_flax import losses, sharding
-from moe_flax.activations import Activation, resolve_activation
+from moe_flax.activations import Activation
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
 from moe_flax.forward import moe_forward, router_logits
 from moe_flax.kernels.backend import check_backend, resolve_backend
@@ -281,7 +281,9 @@ class MoE(nnx.Module):
         """
         bias = self.router.correction_bias
         if bias is None:
-            raise ValueError("the router has no correction bias; RouterConfig(correction_bias=True)")
+            raise ValueError(
+                "the router has no correction bias; RouterConfig(correction_bias=True)"
+            )
         bias[...] = losses.update_correction_bias(bias[...], tokens_per_expert, rate)
 
     def _forward(

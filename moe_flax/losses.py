@@ -99,9 +99,10 @@ def routing_statistics(
     Raises:
       ValueError: a shape does not fit.
     """
-    tokens, columns = logits.shape
+    columns = logits.shape[-1]
     _check_statistics(logits, routing, num_experts, mask, sequence_ids, num_sequences)
-    valid = jnp.ones(tokens, jnp.bool) if mask is None else mask.astype(jnp.bool)
+    # Without a mask all are valid; taken from the ids so that counts vary over devices as they do.
+    valid = routing.expert_ids[:, 0] >= 0 if mask is None else mask.astype(jnp.bool)
     # Padding may hold anything: it is replaced ahead of every function, so that gradients stay
     # finite as well.
     logits = jnp.where(valid[:, None], logits.astype(jnp.float32), 0.0)

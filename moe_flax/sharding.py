@@ -96,7 +96,7 @@ class MeshAxes:
                 raise ValueError(
                     f"{parameter} of shape {tuple(shape)}: dimension {dimension} ({logical}) of"
                     f" size {size} does not divide over mesh axes"
-                    f" {({axis: self.mesh.shape[axis] for axis in axes})}; change the size, the"
+                    f" { ({axis: self.mesh.shape[axis] for axis in axes}) }; change the size, the"
                     " mesh, or the rules"
                 )
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)

@@ -29,9 +29,7 @@ __all__ = [
 def check_strategy(name: str) -> str:
     """Returns the name of a strategy, or raises a ValueError that lists them."""
     if name != "auto" and name not in STRATEGIES:
-        raise ValueError(
-            f"expert_parallel {name!r} is not known; allowed: {('auto', *STRATEGIES)}"
-        )
+        raise ValueError(f"expert_parallel {name!r} is not known; allowed: {('auto', *STRATEGIES)}")
     return name
 
 

@@ -91,13 +91,17 @@ def over_mesh(
     if explicit:
         tokens, flat_mask = (reshard(x, mesh, row_spec) for x in (tokens, flat_mask))
 
-    partly = set(outside.all) | manual != set(mesh.axis_names)
+    def on_device(p: Parameters, t: jax.Array, m: jax.Array) -> tuple[jax.Array, tp.Any]:
+        return forward(p, t, m, everything, num_tokens)
+
+    if manual:  # residuals of a shard_map in a shard_map do not lower: keep the inputs alone
+        on_device = jax.checkpoint(on_device)
     rows, rest = jax.shard_map(
-        lambda p, t, m: forward(p, t, m, everything, num_tokens),
+        on_device,
         mesh=mesh if isinstance(mesh, Mesh) else None,
         in_specs=(weight_specs, row_spec, row_spec),
         out_specs=(row_spec, PartitionSpec()),
-        **({"axis_names": set(outside.all)} if partly else {}),
+        **({"axis_names": set(mesh.axis_names) - manual} if manual else {}),
     )(parameters, tokens, flat_mask)
 
     if explicit:
