@@ -12,14 +12,16 @@ from moe_flax import sharding
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.hf_config import write_config
+from moe_flax.checkpoint.kept import keep_parameters
 from moe_flax.checkpoint.mapping import (
     ArrayParameter,
     Binding,
     Parameter,
     Tensors,
+    read,
     stored_chunks,
 )
-from moe_flax.checkpoint.modules import build_moe, named_variables
+from moe_flax.checkpoint.modules import build_moe, named_variables, parameter_dtype
 from moe_flax.checkpoint.schema import Family, Form
 from moe_flax.checkpoint.source import Layer, bind, open_source
 from moe_flax.checkpoint.writer import (
@@ -94,7 +96,8 @@ def load_layer(
       dtype: dtype of the experts' weights; None keeps the stored one. The router's parameters
         are float32 always.
       mesh, rules: see `moe_flax.MoE`; each process reads only what its devices hold.
-      quantized: "dequantize" quantized weights, or "keep" them.
+      quantized: "dequantize": quantized weights are read as floats, float32 unless ``dtype``
+        says otherwise. To "keep" them see `load_parameters`.
       form: the on-disk form's name where a family has two under the same keys (Qwen3-VL-MoE).
 
     Returns:
@@ -103,7 +106,8 @@ def load_layer(
     Raises:
       CheckpointError: a ValueError that names the file and the tensor.
     """
-    source = open_source(path, form=form, quantized=quantized, only=layer)
+    _check_quantized(quantized)
+    source = open_source(path, form=form, only=layer)
     bound = source.layer(layer)
     return build_moe(bound.config, source.parameters(layer), dtype=dtype, mesh=mesh, rules=rules)
 
@@ -124,7 +128,8 @@ def load(
     Returns:
       A `Checkpoint`: ``.config``, ``.layers``, ``.rest``.
     """
-    source = open_source(path, form=form, quantized=quantized)
+    _check_quantized(quantized)
+    source = open_source(path, form=form)
     layers = {
         index: build_moe(
             bound.config, source.parameters(index), dtype=dtype, mesh=mesh, rules=rules
@@ -136,11 +141,60 @@ def load(
         config=source.config,
         layers=layers,
         rest=Rest(source.tensors, source.rest),
-        hf_config=source.hf_config,
+        hf_config=without_quantization(source.hf_config),
         beyond=tuple(source.beyond),
         origin=source.layers,
         dtypes={} if dtype else {key: np.dtype(source.tensors[key].dtype) for key in taken},
     )
+
+
+def load_parameters(
+    path: Path,
+    layer: int,
+    *,
+    quantized: tp.Literal["dequantize", "keep"] = "dequantize",
+    form: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Loads one MoE layer's parameters as NumPy arrays, by their names in the layer.
+
+    Args:
+      path, layer, form: see `load_layer`.
+      quantized: "dequantize", or "keep": quantized parameters come as stored, with their scales
+        as ``experts.wi_scale`` and ``experts.wo_scale``, which `moe_flax.expert_ffn` takes.
+
+    Raises:
+      CheckpointError: a ValueError that names the file and the tensor.
+    """
+    if quantized not in ("dequantize", "keep"):
+        raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
+    source = open_source(path, form=form, only=layer)
+    bound = source.layer(layer)
+    kept = keep_parameters(bound.bindings, source.tensors) if quantized == "keep" else {}
+    parameters = source.parameters(layer).items()
+    return kept | {
+        name: read(p, dtype=parameter_dtype(name, p.dtype, None))
+        for name, p in parameters
+        if name not in kept
+    }
+
+
+def _check_quantized(quantized: str) -> None:
+    if quantized == "keep":
+        raise ValueError(
+            "a MoE layer holds float weights; load quantized ones with"
+            " moe_flax.checkpoint.load_parameters(..., quantized='keep')"
+        )
+    if quantized != "dequantize":
+        raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
+
+
+def without_quantization(config: tp.Mapping[str, tp.Any]) -> dict[str, tp.Any]:
+    """A config.json for the float tensors that a quantized checkpoint was read as."""
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "quantization_config"
+    }
 
 
 def save(
@@ -195,15 +249,13 @@ def target_layers(checkpoint: Checkpoint, row: Family, form: str | None) -> dict
     bound = {}
     for index, module in checkpoint.layers.items():
         origin = checkpoint.origin.get(index)
-        if (
-            origin is not None
-            and origin.config.family == row.name
-            and form in (None, origin.form.name)
-        ):
+        if origin is not None and origin.config.family != row.name:
+            origin = None
+        if origin is not None and form in (None, origin.form.name):
             bound[index] = origin
-        else:
-            target = find_form(row, form)
-            bound[index] = bind(row, target, module.config, index, checkpoint.config.num_layers)
+            continue
+        wanted, count = find_form(row, form), checkpoint.config.num_layers
+        bound[index] = bind(row, wanted, module.config, index, count, origin)
     return bound
 
 

@@ -43,7 +43,7 @@ def _experts(first: str) -> Field:
 
 
 def _layers(rule: LayerRule, *prefixes: str) -> tuple[Stack, ...]:
-    return (Stack(rule=rule, prefixes=(*prefixes, *Stack().prefixes)),)
+    return (Stack(rule=rule, prefixes=(*Stack().prefixes, *prefixes)),)
 
 
 _MOE_WIDTH = field("moe_intermediate_size")
@@ -407,11 +407,13 @@ TABLE: tp.Final[tuple[Family, ...]] = (
             Form(
                 "openai",
                 _OPENAI_REST + stacked("mlp.mlp1_weight", "mlp.mlp2_weight", _INTERLEAVED_ROWS),
+                prefix="block.{layer}.",
             ),
             Form(
                 "openai_mxfp4",
                 _OPENAI_REST
                 + stacked("mlp.mlp1_weight.blocks", "mlp.mlp2_weight.blocks", _INTERLEAVED_ROWS),
+                prefix="block.{layer}.",
             ),
         ),
         hidden=_WIDTH,
@@ -462,6 +464,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                     ),
                     Entry("shared.wo", "feed_forward.w_out_shared_DF.weight", "D S"),
                 ),
+                prefix="layers.{layer}.",
             ),
         ),
         hidden=_WIDTH,
@@ -578,6 +581,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 router("ffn.gate.weight", correction_bias="ffn.gate.bias")
                 + shared("ffn.shared_experts.", W123)
                 + per_expert("ffn.", W123),
+                prefix="layers.{layer}.",
             ),
         ),
         hidden=_MOE_WIDTH,
@@ -761,6 +765,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                     Entry("shared.wi", "mixer.shared_experts.up_proj.weight", "(J S) D"),
                     Entry("shared.wo", "mixer.shared_experts.down_proj.weight", "D S"),
                 ),
+                prefix="model.layers.{layer}.",
             ),
         ),
         hidden=_MOE_WIDTH,
@@ -949,6 +954,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 router("ffn.gate.weight", correction_bias="ffn.gate.bias")
                 + shared("ffn.shared_experts.", W123)
                 + per_expert("ffn.", W123),
+                prefix="layers.{layer}.",
             ),
             Form("fused", _BIAS_IN_GATE + shared("mlp.shared_experts.") + fused("mlp.")),
         ),

@@ -263,11 +263,13 @@ class Form:
     Args:
       name: what `load` and `save` call it.
       entries: where each parameter lies.
+      prefix: the layer prefix that it is written under, where that is not the family's first.
       on_request: its keys are those of another form, so it is taken only where asked for by name.
     """
 
     name: str
     entries: tuple[Entry, ...]
+    prefix: str = ""
     on_request: bool = False
 
 

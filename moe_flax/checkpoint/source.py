@@ -202,6 +202,8 @@ class Source:
                 f" form {layer.form.name})",
                 extra,
             )
+        if getattr(self.tensors, "names_only", False):
+            return
         for binding in layer.bindings.values():
             for key in binding.keys:
                 shape = tuple(self.tensors[key].shape)
@@ -237,25 +239,36 @@ def _layer(index: int, config: MoEConfig, prefix: str, form: Form) -> Layer:
     return Layer(index, config, prefix, form, bindings)
 
 
-def bind(family: Family, form: Form, config: MoEConfig, index: int, num_layers: int) -> Layer:
-    """Where a layer of this configuration goes in a new checkpoint of the family."""
+def bind(
+    family: Family,
+    form: Form,
+    config: MoEConfig,
+    index: int,
+    num_layers: int,
+    origin: Layer | None = None,
+) -> Layer:
+    """Where a layer goes in a new checkpoint of the family.
+
+    Args:
+      family, form: what to write.
+      config: the layer's configuration.
+      index, num_layers: which layer it is, of how many; an encoder-decoder has half of them each.
+      origin: where it was in a checkpoint of the same family, whose prefix stays.
+    """
+    if origin is not None and not form.prefix and not origin.form.prefix:
+        return _layer(index, config, origin.prefix, form)
     stacks = family.stacks
-    per_stack = -(-num_layers // len(stacks))  # encoder and decoder of one depth
-    number = index % per_stack if per_stack else index
-    prefix = stacks[index // per_stack if per_stack else 0].prefixes[0].format(layer=number)
+    each = max(num_layers // len(stacks), 1)
+    stack = stacks[min(index // each, len(stacks) - 1)]
+    number = index if len(stacks) == 1 else index % each
+    prefix = (form.prefix or stack.prefixes[0]).format(layer=number)
     return _layer(index, config, prefix, form)
 
 
 def open_source(
-    path: str | os.PathLike[str],
-    *,
-    form: str | None = None,
-    quantized: str = "dequantize",
-    only: int | None = None,
+    path: str | os.PathLike[str], *, form: str | None = None, only: int | None = None
 ) -> Source:
     """Opens a checkpoint directory; see `Source`."""
-    if quantized not in ("dequantize", "keep"):
-        raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
     hf_config = load_json(path)
     tensors = Logical(Reader(path), hf_config, pathlib.Path(path))
     return Source(tensors, hf_config, file=pathlib.Path(path), form=form, only=only)
