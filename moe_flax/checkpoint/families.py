@@ -8,7 +8,7 @@ configurations and files, as `transformers` reads and writes them.
 import os
 import typing as tp
 
-from moe_flax.checkpoint.errors import fault
+from moe_flax.checkpoint.errors import fault, reading_config
 from moe_flax.checkpoint.forms import (
     GATE_UP_DOWN,
     W123,
@@ -1084,7 +1084,7 @@ def find(model_type: str) -> Family:
     Raises:
       CheckpointError: there is none; the message lists the known ones.
     """
-    if model_type not in BY_MODEL_TYPE:
+    if not isinstance(model_type, str) or model_type not in BY_MODEL_TYPE:
         raise fault(f"model_type {model_type!r} is not known; known: {', '.join(BY_MODEL_TYPE)}")
     return BY_MODEL_TYPE[model_type]
 
@@ -1107,4 +1107,6 @@ def config_from_hf(source: str | os.PathLike[str] | Values, layer: int | None = 
       CheckpointError: a ValueError; the model type is unknown, or a field is missing or has a
         value that is not known.
     """
-    return read_config(*resolve(load_json(source)), layer=layer)
+    values = load_json(source)
+    with reading_config("" if isinstance(source, tp.Mapping) else source):
+        return read_config(*resolve(values), layer=layer)

@@ -1,5 +1,6 @@
 """config.json to `MoEConfig` and back, as a family's row says."""
 
+import collections
 import dataclasses
 import os
 import pathlib
@@ -11,6 +12,7 @@ from moe_flax.checkpoint.reader import parse_json
 from moe_flax.checkpoint.schema import Act, Family, Field, Stack, Values, lookup, read
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
 
+_MAX_LAYERS, _MAX_EXPERTS = 10_000, 100_000  # more is a broken file, and would fill the memory
 NESTED: tp.Final = ("text_config", "thinker_config", "language_config", "llm_config")
 
 
@@ -31,19 +33,24 @@ def text_values(values: Values, known: tp.Container[tp.Any]) -> tuple[str, Value
     found = values
     while True:
         inner = next((found[n] for n in NESTED if isinstance(found.get(n), tp.Mapping)), None)
-        if inner is None or (found.get("model_type") in known and "hidden_size" in found):
+        if inner is None or (_model_type(found) in known and "hidden_size" in found):
             break
         found = {"model_type": found.get("model_type"), **inner}
-        if inner.get("model_type") not in known and values.get("model_type") in known:
+        if _model_type(inner) not in known and _model_type(values) in known:
             found["model_type"] = values["model_type"]
-    return found.get("model_type") or "", found
+    return _model_type(found), found
+
+
+def _model_type(values: Values) -> str:
+    name = values.get("model_type")
+    return name if isinstance(name, str) else ""
 
 
 def stack_layers(family: Family, values: Values) -> list[tuple[Stack, int, tuple[int, ...]]]:
     """A family's runs of layers: each with its length and its MoE layers from its own 0 on."""
     runs = []
     for stack in family.stacks:
-        count = _integer(stack.num_layers.read(values), stack.num_layers)
+        count = _integer(stack.num_layers.read(values), stack.num_layers, _MAX_LAYERS)
         runs.append((stack, count, stack.rule.read(values, count)))
     return runs
 
@@ -66,7 +73,7 @@ def read_config(family: Family, values: Values, layer: int | None = None) -> MoE
         offset += count
     if layer is None:
         configs = [read_config(family, values, index) for index in moe_layers or (0,)]
-        return max(configs, key=configs.count)
+        return collections.Counter(configs).most_common(1)[0][0]
 
     def number(cell: tp.Any) -> int:
         return _integer(read(cell, values, layer), cell)
@@ -86,7 +93,7 @@ def read_config(family: Family, values: Values, layer: int | None = None) -> MoE
         return MoEConfig(
             features=number(family.features),
             hidden_features=number(family.hidden),
-            num_experts=number(family.experts),
+            num_experts=_integer(read(family.experts, values, layer), family.experts, _MAX_EXPERTS),
             num_experts_per_token=number(family.top_k),
             router=RouterConfig(**{k: read(v, values, layer) for k, v in family.router.items()}),
             shared=shared,
@@ -102,10 +109,12 @@ def read_config(family: Family, values: Values, layer: int | None = None) -> MoE
         raise fault(f"config.json does not describe an MoE layer: {error}") from None
 
 
-def _integer(value: tp.Any, cell: tp.Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+def _integer(value: tp.Any, cell: tp.Any, most: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         name = cell.names[0] if isinstance(cell, Field) else "a constant"
-        raise fault(f"config.json has {name}={value!r}; expected a non-negative integer")
+        raise fault(
+            f"config.json has {name}={value!r}; expected a non-negative integer up to {most}"
+        )
     return value
 
 

@@ -14,7 +14,7 @@ import typing as tp
 import ml_dtypes
 import numpy as np
 
-from moe_flax.checkpoint.errors import fault
+from moe_flax.checkpoint.errors import fault, reading_config
 from moe_flax.checkpoint.schema import Values, lookup
 
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -293,9 +293,10 @@ class Logical(collections.abc.Mapping[str, tp.Any]):
         self.stored = tensors
         self._quantized: dict[str, QuantizedTensor] = {}
         taken: set[str] = set()
-        formats = formats_of(config)
+        with reading_config(file):
+            formats = formats_of(config)
         for name in tensors:
-            found = next((q for f in formats if (q := _find(tensors, name, f))), None)
+            found = next((q for f in formats if (q := _find(tensors, name, f, file))), None)
             if found is not None:
                 self._quantized[found.name] = found
                 taken.update(found.keys)
@@ -343,7 +344,12 @@ _CODED: tp.Final = {
 }
 
 
-def _find(tensors: tp.Mapping[str, np.ndarray], name: str, form: Format) -> QuantizedTensor | None:
+def _find(
+    tensors: tp.Mapping[str, np.ndarray],
+    name: str,
+    form: Format,
+    file: str | os.PathLike[str],
+) -> QuantizedTensor | None:
     """The quantized tensor whose values are stored as ``name``, or None."""
     if not name.endswith(form.values) or _dtype(tensors, name) not in _CODED[form.coding]:
         return None
@@ -355,7 +361,7 @@ def _find(tensors: tp.Mapping[str, np.ndarray], name: str, form: Format) -> Quan
     if form.second:
         keys["second"] = stem + form.second
         if keys["second"] not in tensors:
-            raise fault(f"lacks its second scale {keys['second']!r}", tensor=name)
+            raise fault(f"lacks its second scale {keys['second']!r}", file=file, tensor=name)
     extra = [_companion(stem, s) for s in form.ignored]
     extra += [stem.removesuffix("weight") + "input_scale", stem + "_input_scale"]
     extra += [stem.removesuffix("weight") + "input_global_scale"]

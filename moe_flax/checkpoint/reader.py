@@ -155,7 +155,7 @@ def _shard_path(directory: pathlib.Path, name: tp.Any, index: pathlib.Path) -> p
     inside = not pathlib.PurePath(name).is_absolute() and ".." not in pathlib.PurePath(name).parts
     try:
         target = path.resolve()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # such as half a character
         raise fault(f"shard {name!r} cannot be resolved ({error})", file=index) from None
     if not inside or not any(target.is_relative_to(root) for root in roots):
         raise fault(f"shard {name!r} lies outside the checkpoint's directory", file=index)
@@ -196,16 +196,21 @@ class Reader(collections.abc.Mapping[str, np.ndarray]):
         if not self.directory.is_dir():
             raise fault("is no directory", file=self.directory)
         self._maps: dict[pathlib.Path, np.ndarray] = {}
+        self._arrays: dict[str, np.ndarray] = {}
         self._where: dict[str, tuple[pathlib.Path, TensorInfo]] = {}
         index = self.directory / INDEX_NAME
-        if index.exists():
+        torch_files = _torch_files(self.directory)
+        if torch_files:
+            self._load_torch(torch_files)
+        elif index.exists():
             weight_map = read_index(self.directory, index)
             paths = {s: _shard_path(self.directory, s, index) for s in set(weight_map.values())}
             for shard in sorted(paths):
                 self._add(paths[shard])
             for name, shard in weight_map.items():
                 if name not in self._where or self._where[name][0] != paths[shard]:
-                    raise fault("the index names it, the shard lacks it", file=shard, tensor=name)
+                    problem = "the index names it, the shard lacks it"
+                    raise fault(problem, file=paths[shard], tensor=name)
         else:
             self._add(_single_file(self.directory))
 
@@ -215,7 +220,17 @@ class Reader(collections.abc.Mapping[str, np.ndarray]):
                 raise fault(f"also in {self._where[name][0].name}", file=file, tensor=name)
             self._where[name] = (file, info)
 
+    def _load_torch(self, files: list[pathlib.Path]) -> None:
+        for file in files:
+            for name, array in load_torch(file).items():
+                if name in self._where:
+                    raise fault(f"also in {self._where[name][0].name}", file=file, tensor=name)
+                self._where[name] = (file, TensorInfo(array.dtype, array.shape, 0, array.nbytes))
+                self._arrays[name] = array
+
     def __getitem__(self, name: str) -> np.ndarray:
+        if name in self._arrays:
+            return self._arrays[name]
         file, info = self._where[name]
         if info.start == info.stop:
             return np.empty(info.shape, info.dtype)
@@ -242,6 +257,54 @@ class Reader(collections.abc.Mapping[str, np.ndarray]):
     def file(self, name: str) -> pathlib.Path:
         """The file that holds a tensor."""
         return self._where[name][0]
+
+
+def _torch_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The pytorch_model.bin files of a directory that has no safetensors ones."""
+    index = directory / "pytorch_model.bin.index.json"
+    if next(directory.glob("*.safetensors"), None) or (directory / INDEX_NAME).exists():
+        return []
+    if index.exists():
+        names = sorted(set(read_index(directory, index).values()))
+        return [_shard_path(directory, name, index) for name in names]
+    single = directory / "pytorch_model.bin"
+    return [single] if single.exists() else []
+
+
+def load_torch(file: pathlib.Path) -> dict[str, np.ndarray]:
+    """Reads a file of tensors that torch pickled; only its ``weights_only`` loader ever opens one.
+
+    Raises:
+      CheckpointError: torch is not installed, or refuses the file.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise fault("needs torch to be read (pip install torch)", file=file) from None
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever its unpickler meets
+        raise fault(f"torch cannot load it safely ({error})", file=file) from None
+    found = {}
+    for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
+        if not isinstance(tensor, torch.Tensor):
+            raise fault(f"is a {type(tensor).__name__}, no tensor", file=file, tensor=str(name))
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if kind in _TORCH_BITS:  # NumPy itself has no such dtype
+            bits, dtype = _TORCH_BITS[kind]
+            found[name] = tensor.contiguous().view(getattr(torch, bits)).numpy().view(dtype)
+        else:
+            found[name] = tensor.numpy()
+    if not found:
+        raise fault("holds no tensors by name", file=file)
+    return found
+
+
+_TORCH_BITS: tp.Final = {
+    "bfloat16": ("int16", DTYPES["BF16"]),
+    "float8_e4m3fn": ("int8", DTYPES["F8_E4M3"]),
+    "float8_e5m2": ("int8", DTYPES["F8_E5M2"]),
+}
 
 
 def _single_file(directory: pathlib.Path) -> pathlib.Path:

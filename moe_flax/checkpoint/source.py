@@ -10,7 +10,7 @@ import re
 import typing as tp
 
 from moe_flax.checkpoint import families
-from moe_flax.checkpoint.errors import CheckpointError, fault
+from moe_flax.checkpoint.errors import CheckpointError, fault, reading_config
 from moe_flax.checkpoint.hf_config import load_json, read_config, stack_layers
 from moe_flax.checkpoint.mapping import (
     Binding,
@@ -85,8 +85,10 @@ class Source:
         only: int | None = None,
     ):
         self.tensors, self.hf_config, self.file = tensors, dict(hf_config), file
-        self.family, self.values = families.resolve(hf_config)
-        self.config = read_config(self.family, self.values)
+        with reading_config(file):
+            self.family, self.values = families.resolve(hf_config)
+            self.config = read_config(self.family, self.values)
+            runs = stack_layers(self.family, self.values)
         self._wanted_form = form
         if form is not None and form not in [f.name for f in self.family.forms]:
             names = ", ".join(f.name for f in self.family.forms)
@@ -101,7 +103,7 @@ class Source:
         self.layers: dict[int, Layer] = {}
         self.beyond: list[int] = []
         offset = 0
-        for stack, count, indices in stack_layers(self.family, self.values):
+        for stack, count, indices in runs:
             heads = [prefix.split("{layer}")[0] for prefix in stack.prefixes]
             self.beyond += sorted({n for head, n in self._groups if head in heads and n >= count})
             for index in indices:
@@ -128,7 +130,8 @@ class Source:
 
     def _bind(self, prefixes: tuple[str, ...], number: int, index: int) -> Layer:
         """Finds a layer's prefix and form by its keys, and checks that they are all there."""
-        config = read_config(self.family, self.values, index)
+        with reading_config(self.file):
+            config = read_config(self.family, self.values, index)
         found: dict[tuple[str, str], Form] = {}
         names: dict[str, list[str]] = {}
         for template in prefixes:
@@ -159,7 +162,8 @@ class Source:
                 file=self.file,
             )
         (((prefix, _), form),) = found.items()
-        layer = _layer(index, config, prefix, form)
+        with reading_config(self.file):
+            layer = _layer(index, config, prefix, form)
         self._check(layer, [prefix + name for name in names[prefix]])
         return layer
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -187,3 +188,37 @@ def test_file_that_shrinks_after_it_was_opened(tmp_path):
     os.truncate(file, file.stat().st_size - 64)
     with pytest.raises(CheckpointError, match="shrunk"):
         reader["x"]
+
+
+def test_torch_files(tmp_path):
+    torch = pytest.importorskip("torch")
+    whole = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+    torch.save(whole, tmp_path / "pytorch_model.bin")
+    reader = Reader(tmp_path)
+    assert reader["b"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(reader["a"], whole["a"].numpy())
+    assert reader.info("a").shape == (2, 3)
+
+
+def test_torch_files_in_shards(tmp_path):
+    torch = pytest.importorskip("torch")
+    for name in "ab":
+        torch.save({name: torch.ones(2)}, tmp_path / f"{name}.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"a": "a.bin", "b": "b.bin"}})
+    )
+    assert set(Reader(tmp_path)) == {"a", "b"}
+    torch.save({"a": torch.ones(2)}, tmp_path / "b.bin")
+    with pytest.raises(CheckpointError, match=r"b\.bin: tensor 'a': also in a\.bin"):
+        Reader(tmp_path)
+
+
+def test_a_pickle_never_runs(tmp_path):
+    pytest.importorskip("torch")
+    mark = tmp_path / "ran"
+    call = (os.mkdir, (str(mark),))
+    evil = type("Evil", (), {"__reduce__": lambda self: call})()
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"a": evil}))
+    with pytest.raises(CheckpointError, match="cannot load it safely"):
+        Reader(tmp_path)
+    assert not mark.exists()
