@@ -121,9 +121,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         init = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(
-            config.vocab_size, config.features, embedding_init=init, rngs=rngs
-        )
+        self.embed = nnx.Embed(config.vocab_size, config.features, embedding_init=init, rngs=rngs)
         self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.features, epsilon=config.norm_epsilon, rngs=rngs)
         self.head = nnx.Linear(config.features, config.vocab_size, use_bias=False, rngs=rngs)

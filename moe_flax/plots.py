@@ -132,7 +132,9 @@ def loss_curves(
         label = f"{name}, validation" if name in curves else name
         axes.plot(steps, losses, "o--", color=colors[name], markersize=4, label=label)
     lowest = min(min(losses) for _, losses in [*curves.values(), *points.values()])
-    top = max(float(np.quantile(losses, 0.95)) for _, losses in [*curves.values(), *points.values()])
+    top = max(
+        float(np.quantile(losses, 0.95)) for _, losses in [*curves.values(), *points.values()]
+    )
     axes.set_ylim(lowest - 0.05 * (top - lowest or 1), top + 0.1 * (top - lowest or 1))
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)

@@ -32,7 +32,7 @@ def test_heatmap_has_a_panel_a_layer_and_writes(tmp_path):
     assert len(panels) == 2
     for panel, expected in zip(panels, plots.relative_load(load), strict=True):
         np.testing.assert_array_equal(panel.images[0].get_array(), expected.T)
-        assert panel.images[0].get_extent() == (9.5, 15.5, 3.5, -0.5)
+        assert tuple(panel.images[0].get_extent()) == (9.5, 15.5, 3.5, -0.5)
         assert [line.get_xdata()[0] for line in panel.lines] == [2]
     assert "bias on" in [text.get_text().strip() for text in panels[0].texts]
     figure.savefig(tmp_path / "load.png")
@@ -41,7 +41,7 @@ def test_heatmap_has_a_panel_a_layer_and_writes(tmp_path):
 
 def test_heatmap_of_one_step():
     figure = plots.load_heatmap(make_load(steps=1))
-    assert figure.axes[0].images[0].get_extent()[:2] == (-0.5, 0.5)
+    assert tuple(figure.axes[0].images[0].get_extent()[:2]) == (-0.5, 0.5)
 
 
 def test_curves_and_points_carry_their_data(tmp_path):
