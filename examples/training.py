@@ -28,7 +28,8 @@ class Balance:
       bias_from: step from which the load moves the correction bias.
       bias_until: step from which the bias is let go: it shrinks to exactly 0 by the last step
         while the load-balancing loss takes over. For formats without a correction bias.
-      rate: step of the bias, in units of the router's scores.
+      rate: first step of the bias, in units of the router's scores; it falls to 0 by
+        ``bias_until``, so that identical bytes stop changing experts.
       loss_coefficient: of the load-balancing loss, once the bias is let go.
     """
 
@@ -42,7 +43,8 @@ class Balance:
         if step < self.bias_from:
             return 0.0, 1.0, 0.0
         if step < self.bias_until:
-            return self.rate, 1.0, 0.0
+            share = (step - self.bias_from) / (self.bias_until - self.bias_from)
+            return self.rate * (1 - share), 1.0, 0.0
         left = steps - step
         return 0.0, (left - 1) / left, self.loss_coefficient
 
