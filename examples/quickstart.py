@@ -50,7 +50,9 @@ MOE = DecoderConfig(
     ),
 )
 # As wide as the chosen experts together, and a little wider for the router's weights.
-DENSE = DecoderConfig(FEATURES, LAYERS, HEADS, hidden_features=CHOSEN * EXPERT_WIDTH + EXPERTS // 3 + 1)
+DENSE = DecoderConfig(
+    FEATURES, LAYERS, HEADS, hidden_features=CHOSEN * EXPERT_WIDTH + EXPERTS // 3 + 1
+)
 
 
 class Checks:

@@ -16,9 +16,7 @@ MOE = DecoderConfig(
     features=16,
     num_layers=2,
     num_heads=2,
-    moe=moe_flax.MoEConfig(
-        features=16, hidden_features=24, num_experts=4, num_experts_per_token=2
-    ),
+    moe=moe_flax.MoEConfig(features=16, hidden_features=24, num_experts=4, num_experts_per_token=2),
 )
 DENSE = dataclasses.replace(MOE, moe=None, hidden_features=48)
 

@@ -1,13 +1,10 @@
 """examples/training.py and corpus.py: the text, the balance schedule, a step over a mesh."""
 
-import dataclasses
-
 import corpus
 import jax
 import numpy as np
 import pytest
 from decoder import DecoderConfig
-from flax import nnx
 from jax.sharding import AxisType
 from training import Balance, make_decoder, train
 
@@ -93,11 +90,3 @@ def test_training_moves_the_bias_and_lets_it_go(mesh, until):
         np.testing.assert_array_equal(bias, 0)
     wi = model.layers[0].feed_forward.experts.wi[...]
     assert wi.addressable_shards[0].data.shape[0] == 1  # four experts over expert=4
-
-
-def test_dense_decoder_trains_on_the_same_batches(mesh):
-    dense = dataclasses.replace(MOE, moe=None, hidden_features=32)
-    model = make_decoder(dense, mesh, seed=0)
-    history = train(model, TEXT, mesh, balance=Balance(1, 4, 0.25, 0.01), **SIZES)
-    assert history.train[-1] < history.train[0]
-    assert all(np.asarray(x).dtype == np.float32 for x in jax.tree.leaves(nnx.state(model)))
