@@ -122,7 +122,7 @@ def test_narrow_tokens_with_wide_weights():
 @hypothesis.given(st.integers(0, 2**32 - 1), st.booleans())
 def test_slots_without_an_expert(seed, skewed):
     """Any mix of experts and ids outside [0, E); tokens and weights of the latter are NaN."""
-    arrays, ids, apply_to = layer()
+    arrays, ids, _ = layer()
     rng = np.random.default_rng(seed)
     drop = rng.random(ids.shape) < 0.4
     ids = np.where(drop, rng.choice([-1, 4, 99], size=ids.shape), np.asarray(ids))

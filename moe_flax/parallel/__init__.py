@@ -2,7 +2,7 @@
 
 from moe_flax.parallel.all_gather import all_gather, replicated
 from moe_flax.parallel.all_to_all import all_to_all, buffer_rows
-from moe_flax.parallel.common import ExpertWeights, FeedForward, Strategy, varying
+from moe_flax.parallel.common import ExpertWeights, FeedForward, Strategy
 from moe_flax.parallel.none import none
 
 STRATEGIES: dict[str, Strategy] = {
@@ -22,7 +22,6 @@ __all__ = [
     "choose_strategy",
     "none",
     "replicated",
-    "varying",
 ]
 
 
