@@ -138,6 +138,11 @@ class Decoder(nnx.Module):
                 reports.append(aux)
         return self.head(self.norm(x)), reports
 
+    def moe_layers(self) -> list[moe_flax.MoE]:
+        """The MoE layers, in order; none of a dense decoder."""
+        layers = [layer.feed_forward for layer in self.layers]
+        return [layer for layer in layers if isinstance(layer, moe_flax.MoE)]
+
 
 def active_parameters(config: DecoderConfig) -> int:
     """Weights that one token meets, embedding table and head included."""

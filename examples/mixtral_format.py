@@ -48,8 +48,8 @@ def save(path: str | os.PathLike[str], model: Decoder, *, context: int) -> None:
     Raises:
       ValueError: a router's correction bias is not 0: without it the model would be another.
     """
-    for index, layer in enumerate(model.layers):
-        bias = layer.feed_forward.router.correction_bias
+    for index, layer in enumerate(model.moe_layers()):
+        bias = layer.router.correction_bias
         if bias is not None and np.any(np.asarray(bias[...])):
             raise ValueError(
                 f"layer {index} routes by a correction bias, for which Mixtral has no place: let"
@@ -61,7 +61,7 @@ def save(path: str | os.PathLike[str], model: Decoder, *, context: int) -> None:
     nnx.update(plain, nnx.state(model, nnx.Param))  # the bias is no Param: it stays behind
     written = checkpoint.Checkpoint(
         config=moe,
-        layers={i: layer.feed_forward for i, layer in enumerate(plain.layers)},
+        layers=dict(enumerate(plain.moe_layers())),
         rest={name: get() for name, (get, _) in other_weights(plain).items()},
         hf_config={
             "architectures": ["MixtralForCausalLM"],
@@ -139,7 +139,7 @@ def other_weights(model: Decoder) -> dict[str, Accessors]:
     return found
 
 
-def _accessors(variable: nnx.Variable, transposed: bool = False) -> Accessors:
+def _accessors(variable: tp.Any, transposed: bool = False) -> Accessors:
     def get() -> np.ndarray:
         value = np.asarray(variable[...])
         return value.T if transposed else value

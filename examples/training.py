@@ -135,10 +135,11 @@ def train(
 
         (_, (bits, reports)), grads = nnx.value_and_grad(objective, has_aux=True)(model)
         optimizer.update(model, grads)
-        for layer, report in zip(model.layers, reports):  # noqa: B905 (dense: none)
-            if layer.feed_forward.router.correction_bias is not None:
-                layer.feed_forward.update_correction_bias(report.tokens_per_expert, rate)
-                layer.feed_forward.router.correction_bias[...] *= keep
+        for layer, report in zip(model.moe_layers(), reports, strict=True):
+            bias = layer.router.correction_bias
+            if bias is not None:
+                layer.update_correction_bias(report.tokens_per_expert, rate)
+                bias[...] *= keep
         load = jnp.array([report.tokens_per_expert for report in reports])
         return nnx.state((model, optimizer)), bits, load
 

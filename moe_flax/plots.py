@@ -58,7 +58,7 @@ def load_heatmap(
     panels = figure.subplots(num_layers, 1, sharex=True, squeeze=False)[:, 0]
     half = (steps[-1] - steps[0]) / max(count - 1, 1) / 2 or 0.5
     extent = (steps[0] - half, steps[-1] + half, num_experts - 0.5, -0.5)
-    image = None
+    images = []
     for panel, name, values in zip(panels, layers, relative_load(load), strict=True):
         image = panel.imshow(
             values.T,
@@ -69,6 +69,7 @@ def load_heatmap(
             vmax=2 * EVEN,
             extent=extent,
         )
+        images.append(image)
         panel.set_ylabel(f"{name}\nexpert")
         panel.set_yticks(range(0, num_experts, max(1, num_experts // 8)))
         for moment in marks or {}:
@@ -77,7 +78,7 @@ def load_heatmap(
         panels[0].text(moment, -0.7, f" {text}", ha="left", va="bottom", fontsize=9)
     panels[-1].set_xlabel("step")
     figure.suptitle(title)
-    bar = figure.colorbar(image, ax=list(panels), extend="max")
+    bar = figure.colorbar(images[0], ax=list(panels), extend="max")
     bar.set_label("load / mean load")
     return figure
 

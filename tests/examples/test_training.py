@@ -27,7 +27,14 @@ TEXT = corpus.Corpus(
     np.frombuffer(b"def g(y):\n    return y\n" * 10, np.uint8),
     2,
 )
-SIZES = dict(name="t", steps=4, batch=8, context=8, learning_rate=1e-2, validation_batches=1)
+SIZES = {
+    "name": "t",
+    "steps": 4,
+    "batch": 8,
+    "context": 8,
+    "learning_rate": 1e-2,
+    "validation_batches": 1,
+}
 
 
 @pytest.fixture(scope="module")
