@@ -1,0 +1,71 @@
+"""Bringing expert rows back to their tokens: a sum over K in a fixed order, in float32."""
+
+import jax
+import triton
+import triton.language as tl
+
+from moe_flax.kernels.grouped_matmul.triton import launch
+
+
+@triton.jit
+def combine_kernel(
+    values_ptr, weights_ptr, slot_row_ptr, base_ptr, out_ptr,
+    TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[t] = base[t] + sum_k weights[t, k] * values[slot_row[t, k]], k in order, no atomics."""
+    token = tl.program_id(0).to(tl.int64)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = ds < D
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(slot_row_ptr + token * TOP_K + k).to(tl.int64)
+        x = tl.load(values_ptr + row * D + ds, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            weight = tl.load(weights_ptr + token * TOP_K + k)
+            x = tl.where(row >= 0, x * weight, 0.0)
+        acc += x
+    if base_ptr is not None:
+        acc += tl.load(base_ptr + token * D + ds, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * D + ds, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def slot_dot_kernel(
+    values_ptr, tokens_ptr, slot_row_ptr, out_ptr,
+    TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[t, k] = <values[slot_row[t, k]], tokens[t]>, zero where the slot has no row."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(slot_row_ptr + slot).to(tl.int64)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for d in range(0, D, BLOCK_D):
+        ds = d + tl.arange(0, BLOCK_D)
+        x = tl.load(values_ptr + row * D + ds, mask=(ds < D) & (row >= 0), other=0.0)
+        y = tl.load(tokens_ptr + (slot // TOP_K) * D + ds, mask=(ds < D) & (row >= 0), other=0.0)
+        acc += x.to(tl.float32) * y.to(tl.float32)
+    tl.store(out_ptr + slot, tl.sum(acc, 0))
+
+
+def combine(
+    values: jax.Array, weights: jax.Array | None, slot_row: jax.Array, top_k: int, base=None
+) -> jax.Array:
+    """Sums each token's rows of values [T*K, D], weighted by [T, K], onto base [T, D] or zero."""
+    slots, features = values.shape
+    block = min(triton.next_power_of_2(features), 2048)
+    return launch.call(
+        combine_kernel, values, weights, slot_row, base,
+        out_type=jax.ShapeDtypeStruct((slots // top_k, features), values.dtype),
+        grid=(slots // top_k, -(-features // block)), num_warps=4 if block <= 1024 else 8,
+        name="moe_combine", TOP_K=top_k, D=features, BLOCK_D=block,
+    )  # fmt: skip
+
+
+def slot_dot(values: jax.Array, tokens: jax.Array, slot_row: jax.Array, top_k: int) -> jax.Array:
+    """The product of each slot's row of values with its token's row: [T, K] float32."""
+    features = values.shape[1]
+    return launch.call(
+        slot_dot_kernel, values, tokens, slot_row,
+        out_type=jax.ShapeDtypeStruct((slot_row.shape[0] // top_k, top_k), "float32"),
+        grid=slot_row.shape[0], num_warps=4, name="moe_slot_dot",
+        TOP_K=top_k, D=features, BLOCK_D=min(triton.next_power_of_2(features), 1024),
+    )  # fmt: skip
