@@ -1,19 +1,16 @@
 """The kernels as functions of arrays: shapes, descriptors and configurations put together."""
 
 import math
-import typing as tp
 
 import jax
 import jax.numpy as jnp
 
 from moe_flax.activations import Activation
-from moe_flax.kernels.grouped_matmul.triton import configs, launch
+from moe_flax.kernels.grouped_matmul.triton import configs, hopper, launch
 from moe_flax.kernels.grouped_matmul.triton.contraction import contraction_kernel, group_sum_kernel
-from moe_flax.kernels.grouped_matmul.triton.product import product_kernel
+from moe_flax.kernels.grouped_matmul.triton.pointwise import activation_parameters
+from moe_flax.kernels.grouped_matmul.triton.product import product_kernel, zero_tail_kernel
 from moe_flax.kernels.grouped_matmul.triton.sorting import Plan
-
-_PLAIN = Activation()
-
 
 def dot_precision() -> str:
     """How float32 operands are multiplied, from ``jax.default_matmul_precision``."""
@@ -38,16 +35,6 @@ def _descriptor(array: jax.Array, block: tuple[int, ...]):
     return jax_triton.TensorDescriptor(array, array.shape, tuple(strides), block)
 
 
-def _activation_parameters(activation: Activation) -> dict[str, tp.Any]:
-    return {
-        "FUNCTION": activation.function,
-        "ALPHA": float(activation.alpha),
-        "UP_OFFSET": float(activation.up_offset),
-        "LIMIT": None if activation.limit is None else float(activation.limit),
-        "BEFORE": activation.clamp == "before",
-    }
-
-
 def product(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -60,73 +47,79 @@ def product(
     gather: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: Activation | None = None,
-    store_pre: bool = False,
-    pre: jax.Array | None = None,
-    row_scale: jax.Array | None = None,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
-):
-    """Runs `product_kernel`; see there for the shapes.
+) -> jax.Array:
+    """Runs one grouped product over sorted rows; rows past the last group are left unwritten.
 
     Args:
       lhs: [rows or T, K] or [rows, J, K] (J contracted too).
       rhs: [G, J, K, N], or [G, J, N, K] where `transposed`.
       plan: of the rows, with tiles of `tiles.rows` rows.
       rows: rows of the result.
+      tiles: the configuration.
       gather: [rows] int32, the row of lhs that each row reads.
       bias: [G, J, N].
-      activation: fuses it (with `pre`, its gradient).
-      store_pre: also return the pre-activation [rows, J, N].
-      pre: [rows, J, N], makes the epilogue the activation's gradient; needs `row_scale`.
-      row_scale: [rows] float32.
+      activation: fused behind the product.
       lhs_scale, rhs_scale: float32 scales of quantised operands, [rows of lhs] and [G, J, N].
+
+    Returns:
+      [rows, J, N]; [rows, N] with an activation; [rows, 1, N] where J was contracted.
     """
     groups, matrices = rhs.shape[:2]
     n, k = rhs.shape[2:] if transposed else rhs.shape[:1:-1]
     inner = lhs.shape[1] if lhs.ndim == 3 else 1
-    out_dtype = jnp.dtype(out_dtype or lhs.dtype)
-    epilogue = "plain"
     branches = 1 if inner > 1 else matrices
-    if activation is not None:
-        epilogue = "activate" if pre is None else "activate_grad"
-        branches = matrices if pre is None else pre.shape[1]
-    shape = jax.ShapeDtypeStruct
-    column_tiles = -(-n // tiles.columns)
-    second = dot = None
-    out: tp.Any = shape((rows, branches, n) if epilogue != "activate" else (rows, n), out_dtype)
-    parameters = dict(
-        ROWS=rows, K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches, INNER=inner,
-        TRANSPOSED=transposed, EPILOGUE=epilogue, STORE_PRE=store_pre, PRECISION=dot_precision(),
-        BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, SPAN=tiles.span,
-        **_activation_parameters(activation or _PLAIN),
-    )  # fmt: skip
-    if rows == 0:
-        return jnp.zeros(out.shape, out_dtype)
-    most = plan.capacity * column_tiles * (branches if epilogue == "plain" else 1)
-    programs = min(launch.chip().multiprocessors * tiles.programs, most)
+    epilogue = "plain" if activation is None else "activate"
+    out = jax.ShapeDtypeStruct(
+        (rows, n) if activation is not None else (rows, branches, n), out_dtype or lhs.dtype
+    )
+    if 0 in out.shape or k == 0:
+        return jnp.zeros(out.shape, out.dtype)
+    column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
+    programs = min(
+        launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles
+    )
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
+    common = dict(
+        K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches, INNER=inner,
+        TRANSPOSED=transposed, EPILOGUE=epilogue, SPAN=tiles.span, PROGRAMS=programs,
+        **activation_parameters(activation or Activation()),
+    )  # fmt: skip
+    if tiles.specialised:
+        return launch.call(
+            hopper.product_kernel, *_hopper_operands(lhs, flat, gather, transposed), bias, gather,
+            plan.table, out_type=out, grid=programs, num_warps=4,
+            name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows, STAGES=tiles.stages, **common,
+        )  # fmt: skip
     block = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
     rhs_descriptor = _descriptor(flat, (1, *block))
     lhs_descriptor = None
     if gather is None:
         lhs_block = (tiles.rows, tiles.depth) if inner == 1 else (tiles.rows, 1, tiles.depth)
         lhs_descriptor = _descriptor(lhs, lhs_block)
-    extra = {}
-    if epilogue == "activate_grad":
-        extra_out = (shape((rows, n), out_dtype), shape((column_tiles, rows), jnp.float32))
-        out = (out, *extra_out)
-    elif store_pre:
-        out = (out, shape((rows, branches, n), out_dtype))
-        extra = {"dot_ptr": dot}
-    else:
-        extra = {"second_ptr": second, "dot_ptr": dot}
     return launch.call(
-        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, bias, gather, row_scale, pre,
-        rhs_scale, lhs_scale, plan.table, out_type=out, grid=programs, num_warps=tiles.warps,
-        num_stages=tiles.stages, name=f"moe_product_{epilogue}", PROGRAMS=programs,
+        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, bias, gather, lhs_scale,
+        rhs_scale, plan.table, out_type=out, grid=programs, num_warps=tiles.warps,
+        num_stages=tiles.stages, name=f"moe_product_{epilogue}",
         LHS_DESCRIPTOR=lhs_descriptor is not None, RHS_DESCRIPTOR=rhs_descriptor is not None,
-        **extra, **parameters,
+        PRECISION=dot_precision(), BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_K=tiles.depth,
+        FLATTEN=tiles.flatten, **common,
     )  # fmt: skip
+
+
+def _hopper_operands(lhs, rhs, gather, transposed):
+    import jax_triton
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    flat = rhs.reshape(-1, rhs.shape[-1])
+    rhs_block = (256, 64) if transposed else (64, 64)
+    rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout)
+    if gather is None:
+        lhs = lhs.reshape(lhs.shape[0], -1)
+        lhs = jax_triton.TensorDescriptor.from_array(lhs, (128, 64), layout)
+    return lhs, rhs
 
 
 def contraction(
@@ -149,10 +142,17 @@ def contraction(
     out = jax.ShapeDtypeStruct((groups, *tail), out_dtype or lhs.dtype)
     if 0 in (lhs.shape[0], grad.shape[0]):
         return jnp.zeros(out.shape, out.dtype)
+    lhs_tiles = grad_tiles = None
+    if lhs_gather is None and grad_gather is None:
+        rows = lhs.shape[0]
+        lhs_tiles = _descriptor(lhs.reshape(rows, -1), (tiles.rows, tiles.depth))
+        grad_tiles = _descriptor(grad.reshape(rows, -1), (tiles.rows, tiles.columns))
+        if lhs_tiles is None or grad_tiles is None:
+            lhs_tiles = grad_tiles = None
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)
     return launch.call(
-        contraction_kernel, lhs, grad, lhs_gather, grad_gather, plan.table,
+        contraction_kernel, lhs, grad, lhs_tiles, grad_tiles, lhs_gather, grad_gather, plan.table,
         out_type=out, grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
         name="moe_contraction", K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches,
         GRAD_BRANCHES=grad_branches, PRECISION=dot_precision(), BLOCK_M=tiles.rows,
@@ -176,3 +176,16 @@ def group_sum(
         grid=(plan.num_groups, -(-n // 128)), num_warps=4, name="moe_group_sum",
         N=n, BLOCK_M=32, BLOCK_N=128,
     )  # fmt: skip
+
+
+def zero_tail(values: jax.Array, plan: Plan) -> jax.Array:
+    """Zeroes the rows of values [R, ...] past the plan's last group, in place where XLA can."""
+    if values.size == 0:
+        return values
+    rows, width = values.shape[0], math.prod(values.shape[1:])
+    ref = jax.new_ref(values)
+    launch.call(
+        zero_tail_kernel, ref, plan.table, out_type=(), grid=launch.chip().multiprocessors,
+        num_warps=4, name="moe_zero_tail", ROWS=rows, N=width, GROUPS=plan.num_groups, BLOCK=1024,
+    )  # fmt: skip
+    return ref[...]

@@ -49,13 +49,13 @@ def slot_dot_kernel(
 def combine(
     values: jax.Array, weights: jax.Array | None, slot_row: jax.Array, top_k: int, base=None
 ) -> jax.Array:
-    """Sums each token's rows of values [T*K, D], weighted by [T, K], onto base [T, D] or zero."""
-    slots, features = values.shape
+    """Sums each token's rows of values [R, D], weighted by [T, K], onto base [T, D] or zero."""
+    tokens, features = slot_row.size // top_k, values.shape[1]
     block = min(triton.next_power_of_2(features), 2048)
     return launch.call(
         combine_kernel, values, weights, slot_row, base,
-        out_type=jax.ShapeDtypeStruct((slots // top_k, features), values.dtype),
-        grid=(slots // top_k, -(-features // block)), num_warps=4 if block <= 1024 else 8,
+        out_type=jax.ShapeDtypeStruct((tokens, features), values.dtype),
+        grid=(tokens, -(-features // block)), num_warps=4 if block <= 1024 else 8,
         name="moe_combine", TOP_K=top_k, D=features, BLOCK_D=block,
     )  # fmt: skip
 

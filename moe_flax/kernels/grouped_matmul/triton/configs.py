@@ -14,6 +14,7 @@ class Tiles:
       warps, stages: per program, and of the software pipeline.
       span: row tiles that share columns before the next columns come.
       programs: per multiprocessor.
+      flatten: prefetch the next tile's operands during a tile's epilogue.
       specialised: use the warp-specialised Hopper kernel.
     """
 
@@ -24,6 +25,7 @@ class Tiles:
     stages: int = 3
     span: int = 8
     programs: int = 1
+    flatten: bool = False
     specialised: bool = False
 
 
@@ -36,23 +38,49 @@ def shared_bytes(tiles: Tiles, itemsize: int, branches: int = 1) -> int:
 def rows_class(rows: int, groups: int) -> int:
     """The tile height that suits an average group: 16, 32, 64 or 128 rows."""
     average = rows / max(groups, 1)
-    for height in (16, 32, 64):
-        if average <= height * 1.25:
-            return height
-    return 128
+    if average <= 4:
+        return 16
+    if average <= 20:
+        return 32
+    return 64 if average <= 40 else 128
 
 
-def product_tiles(chip: Chip, rows: int, groups: int, itemsize: int, branches: int) -> Tiles:
-    """Tiles of a product; `branches` is 2 where gate and up share a tile."""
+def _small(chip: Chip, height: int, depth: int, branches: int) -> Tiles:
+    if not chip.tma:
+        return Tiles(height, 128 // branches, depth, 4, 3)
+    return Tiles(height, 256 // branches, depth, 4, 4)
+
+
+def _specialised(chip: Chip, k: int, n: int, itemsize: int) -> bool:
+    return chip.wgmma and itemsize == 2 and k % 64 == 0 and k > 64 and n % 8 == 0
+
+
+def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
+    """Tiles of a plain product of [rows, k] with [groups, k, n]."""
     height = rows_class(rows, groups)
     depth = 128 // itemsize
-    if height <= 32:
-        return Tiles(height, 128 // branches, depth * 2, 4, 4 if chip.tma else 3, programs=1)
-    if height == 64:
-        return Tiles(64, 256 // branches if chip.tma else 128 // branches, depth, 4, 4)
-    if chip.tma:
-        return Tiles(128, 256 // branches, depth, 8, 4 if branches == 1 else 3)
-    return Tiles(128, 128 // branches, depth // 2, 8 if branches == 2 else 4, 3)
+    if height < 128:
+        return _small(chip, height, depth, 1)
+    if not chip.tma or itemsize > 2:
+        return Tiles(128, 128, depth // 2, 4 if itemsize == 2 else 8, 3)
+    if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
+        return Tiles(128, 256, 64, 4, 4, specialised=True)
+    return Tiles(128, 256, depth, 8, 4, flatten=True)
+
+
+def fused_tiles(
+    chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int, branches: int
+) -> tuple[Tiles, bool]:
+    """Tiles of the product fused with the activation, and whether to gather its rows first."""
+    height = rows_class(rows, groups)
+    depth = 128 // itemsize
+    if height < 128:
+        return _small(chip, height, depth, branches), False
+    if not chip.tma or itemsize > 2:
+        return Tiles(128, 128 // branches, depth // 2, 8, 3), False
+    if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
+        return Tiles(128, 256 // branches, 64, 4, 4, specialised=True), False
+    return Tiles(128, 256 // branches, depth, 8, 3), True
 
 
 def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
@@ -60,5 +88,5 @@ def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
     if itemsize == 4:
         return Tiles(32, 64, 64, 4, 3)
     if chip.tma:
-        return Tiles(64, 256, 128, 8, 3)
+        return Tiles(64, 256, 128, 8, 4)
     return Tiles(32, 128, 128, 4, 4)

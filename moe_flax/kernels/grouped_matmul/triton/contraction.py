@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def contraction_kernel(
-    lhs_ptr, grad_ptr, lhs_rows_ptr, grad_rows_ptr, table_ptr, out_ptr,
+    lhs_ptr, grad_ptr, lhs_tiles, grad_tiles, lhs_rows_ptr, grad_rows_ptr, table_ptr, out_ptr,
     K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, LHS_BRANCHES: tl.constexpr,
     GRAD_BRANCHES: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr,
@@ -15,7 +15,8 @@ def contraction_kernel(
     """lhs [R, K], grad [R, N] -> out [G, K, N]; BLOCK_M rows a step.
 
     Either side may have branches ahead of its last axis, and then out has them, or rows to gather.
-    A group without rows has no step and writes its zeros.
+    With tile descriptors full steps go by them, and only a group's last rows by masked loads. A
+    group without rows has no step and writes its zeros.
     """
     BRANCHES: tl.constexpr = LHS_BRANCHES * GRAD_BRANCHES
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -38,7 +39,14 @@ def contraction_kernel(
         begin = tl.load(table_ptr + 1 + group)
         end = tl.load(table_ptr + 2 + group)
         acc = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
-        for row in range(begin, end, BLOCK_M):
+        masked = begin
+        if lhs_tiles is not None:
+            masked = begin + (end - begin) // BLOCK_M * BLOCK_M
+            for row in range(begin, masked, BLOCK_M):
+                a = lhs_tiles.load([row, lhs_branch * K + k])
+                b = grad_tiles.load([row, grad_branch * N + n])
+                acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        for row in range(masked, end, BLOCK_M):
             ms = row + tl.arange(0, BLOCK_M)
             live = ms < end
             lhs_rows = ms

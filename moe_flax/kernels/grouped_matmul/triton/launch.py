@@ -4,6 +4,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import re
+import types
 import typing as tp
 
 import jax
@@ -58,10 +60,36 @@ def chip() -> Chip:
     return Chip(capability, _MULTIPROCESSORS.get(capability, 132))
 
 
+@functools.cache
+def _count_worker_warps() -> bool:
+    """Has jax-triton launch the warps that a warp-specialised kernel adds to ``num_warps``.
+
+    jax-triton 0.4.1 launches ``num_warps`` warps, too few for such a kernel; the PTX names the
+    right count. Returns whether this jax-triton could be corrected.
+    """
+    import jax_triton.triton_lib as triton_lib
+
+    library = getattr(triton_lib, "triton_kernel_call_lib", None)
+    if not hasattr(library, "TritonKernel"):
+        return False
+
+    def make_kernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest):
+        threads = re.search(r"\.reqntid\s+(\d+)", ptx)
+        if threads:
+            num_warps = int(threads.group(1)) // 32
+        return library.TritonKernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
+
+    names = {n: getattr(library, n) for n in dir(library) if not n.startswith("__")}
+    corrected = types.SimpleNamespace(**{**names, "TritonKernel": make_kernel})
+    triton_lib.triton_kernel_call_lib = corrected
+    return True
+
+
 def call(kernel, *args, out_type, grid, name, num_warps=4, num_stages=2, **parameters):
     """`jax_triton.triton_call` with one fixed configuration for `chip()`."""
     import jax_triton
 
+    _count_worker_warps()
     return jax_triton.triton_call(
         *args, kernel=kernel, out_type=out_type, grid=grid, name=name, num_warps=num_warps,
         num_stages=num_stages, compute_capability=chip().capability,

@@ -2,19 +2,14 @@
 
 A program walks over output tiles; the plan (sorting.py) tells each tile's group and first row, so
 the grid never depends on how the rows are spread. Rows can be gathered on the way in (`rows`), the
-group's matrix is read as [K, N] or in place as its transpose, and the epilogue is one of
-
-* "plain": plus bias;
-* "activate": both branches in one tile, plus bias, through the activation, and on request the
-  pre-activation for the backward pass;
-* "activate_grad": the gradient by the activation's result, turned into gradients by both branches
-  beside the recomputed, weighted activation and the routing weights' gradient by column tile.
+group's matrix is read as [K, N] or in place as its transpose, and the epilogue is "plain" (plus
+scales and bias) or "activate": both branches in one tile, through the activation.
 """
 
 import triton
 import triton.language as tl
 
-from moe_flax.kernels.grouped_matmul.triton.activation import activate, activate_grad
+from moe_flax.kernels.grouped_matmul.triton.activation import activate
 
 
 @triton.jit
@@ -27,7 +22,7 @@ def _tile_at(table_ptr, tile, tiles, GROUPS: tl.constexpr, CAPACITY: tl.constexp
     row_tile = band * SPAN + inside % height
     group = tl.load(table_ptr + 2 + GROUPS + row_tile)
     row = tl.load(table_ptr + 2 + GROUPS + CAPACITY + row_tile)
-    end = tl.load(table_ptr + 2 + group, mask=group < GROUPS, other=0)
+    end = tl.load(table_ptr + 2 + group)
     return group, row, end, inside // height
 
 
@@ -55,21 +50,17 @@ def _rhs_tile(rhs, matrix, k, n, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: t
 
 @triton.jit
 def product_kernel(
-    lhs, rhs, bias_ptr, rows_ptr, scale_ptr, pre_in_ptr, rhs_scale_ptr, lhs_scale_ptr, table_ptr,
-    out_ptr, second_ptr, dot_ptr,
-    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-    CAPACITY: tl.constexpr, BRANCHES: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    lhs, rhs, bias_ptr, rows_ptr, lhs_scale_ptr, rhs_scale_ptr, table_ptr, out_ptr,
+    K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, BRANCHES: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
     LHS_DESCRIPTOR: tl.constexpr, RHS_DESCRIPTOR: tl.constexpr, EPILOGUE: tl.constexpr,
-    STORE_PRE: tl.constexpr, PRECISION: tl.constexpr,
-    FUNCTION: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
-    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr, BEFORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """See the module. BRANCHES: of the output (rhs [G, BRANCHES, ...]); INNER: branches contracted.
 
-    lhs [ROWS or T, INNER, K]; out [ROWS, BRANCHES, N] ("plain"), [ROWS, N] ("activate") or, for
-    "activate_grad", [ROWS, BRANCHES, N] with second [ROWS, N] and dot [column tiles, ROWS].
+    lhs [R or T, INNER, K]; out [R, BRANCHES, N] ("plain") or [R, N] ("activate").
     """
     FUSED: tl.constexpr = EPILOGUE == "activate"
     PAIR: tl.constexpr = FUSED and BRANCHES == 2
@@ -77,7 +68,7 @@ def product_kernel(
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     column_tiles: tl.constexpr = column_blocks * (BRANCHES if EPILOGUE == "plain" else 1)
     k_blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    for tile in range(tl.program_id(0), tiles * column_tiles, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
         group, row, end, column = _tile_at(
             table_ptr, tile, tiles, GROUPS, CAPACITY, column_tiles, BLOCK_M, SPAN
         )
@@ -85,98 +76,80 @@ def product_kernel(
         n = (column - branch * column_blocks) * BLOCK_N
         ms = row + tl.arange(0, BLOCK_M)
         ns = n + tl.arange(0, BLOCK_N)
-        if group < GROUPS:
-            live = ms < end
-            if not LHS_DESCRIPTOR:
-                if rows_ptr is not None:
-                    sources = tl.load(rows_ptr + ms, mask=live, other=0)
-                else:
-                    sources = ms
-                lhs_rows = lhs + sources[:, None].to(tl.int64) * (INNER * K)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            acc2 = acc
-            for step in range(0, INNER * k_blocks):
-                if INNER == 1:
-                    j = 0
-                    k = step * BLOCK_K
-                else:
-                    j = step // k_blocks
-                    k = (step - j * k_blocks) * BLOCK_K
-                if LHS_DESCRIPTOR:
-                    if INNER == 1:
-                        a = lhs.load([row, k])
-                    else:
-                        a = lhs.load([row, j, k]).reshape([BLOCK_M, BLOCK_K])
-                else:
-                    ks = k + tl.arange(0, BLOCK_K)
-                    mask = live[:, None]
-                    if K % BLOCK_K != 0:
-                        mask = mask & (ks[None, :] < K)
-                    a = tl.load(lhs_rows + j * K + ks[None, :], mask=mask, other=0.0)
-                if PAIR:
-                    matrix = group * 2
-                elif INNER == 1:
-                    matrix = group * (BRANCHES if EPILOGUE == "plain" else 1) + branch
-                else:
-                    matrix = group * INNER + j
-                b = _rhs_tile(rhs, matrix, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K)
-                acc = tl.dot(a, b, acc, input_precision=PRECISION)
-                if PAIR:
-                    b2 = _rhs_tile(
-                        rhs, matrix + 1, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K
-                    )
-                    acc2 = tl.dot(a, b2, acc2, input_precision=PRECISION)
-            mask = live[:, None] & (ns < N)[None, :]
-            wide = ms.to(tl.int64)[:, None]
-            if lhs_scale_ptr is not None:
-                s = tl.load(lhs_scale_ptr + (sources if rows_ptr is not None else ms),
-                            mask=live, other=0.0)  # fmt: skip
-                acc = acc * s[:, None]
-                acc2 = acc2 * s[:, None]
-            if rhs_scale_ptr is not None:
-                base = rhs_scale_ptr + (group * BRANCHES + branch) * N
-                acc = acc * tl.load(base + ns, mask=ns < N, other=0.0)[None, :]
-                if PAIR:
-                    acc2 = acc2 * tl.load(base + N + ns, mask=ns < N, other=0.0)[None, :]
-            if bias_ptr is not None:
-                base = bias_ptr + (group * BRANCHES + branch) * N
-                acc += tl.load(base + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
-                if PAIR:
-                    acc2 += tl.load(base + N + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
-            if FUSED:
-                if STORE_PRE:
-                    pre = second_ptr + wide * (BRANCHES * N) + ns[None, :]
-                    kind = second_ptr.dtype.element_ty
-                    tl.store(pre, acc.to(kind), mask=mask)
-                    acc = acc.to(kind).to(tl.float32)
-                    if PAIR:
-                        tl.store(pre + N, acc2.to(kind), mask=mask)
-                        acc2 = acc2.to(kind).to(tl.float32)
-                y = activate(acc, acc2, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE, PAIR)
-                tl.store(out_ptr + wide * N + ns[None, :], y.to(out_ptr.dtype.element_ty), mask)
-            elif EPILOGUE == "activate_grad":
-                pre = pre_in_ptr + wide * (BRANCHES * N) + ns[None, :]
-                first = tl.load(pre, mask=mask, other=0.0).to(tl.float32)
-                up = first
-                if BRANCHES == 2:
-                    up = tl.load(pre + N, mask=mask, other=0.0).to(tl.float32)
-                y = activate(first, up, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE, BRANCHES == 2)
-                dots = tl.sum(tl.where(mask, acc * y, 0.0), 1)
-                tl.store(dot_ptr + column.to(tl.int64) * ROWS + ms, dots, mask=live)
-                s = tl.load(scale_ptr + ms, mask=live, other=0.0)[:, None]
-                d1, d2 = activate_grad(
-                    acc * s, first, up, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE, BRANCHES == 2
-                )
-                out = out_ptr + wide * (BRANCHES * N) + ns[None, :]
-                kind = out_ptr.dtype.element_ty
-                tl.store(out, d1.to(kind), mask=mask)
-                if BRANCHES == 2:
-                    tl.store(out + N, d2.to(kind), mask=mask)
-                tl.store(second_ptr + wide * N + ns[None, :], (y * s).to(kind), mask=mask)
+        live = ms < end
+        if not LHS_DESCRIPTOR:
+            if rows_ptr is not None:
+                sources = tl.load(rows_ptr + ms, mask=live, other=0)
             else:
-                out = out_ptr + wide * (BRANCHES * N) + branch * N + ns[None, :]
-                tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+                sources = ms
+            lhs_rows = lhs + sources[:, None].to(tl.int64) * (INNER * K)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc2 = acc
+        for step in range(0, INNER * k_blocks):
+            if INNER == 1:
+                j = 0
+                k = step * BLOCK_K
+            else:
+                j = step // k_blocks
+                k = (step - j * k_blocks) * BLOCK_K
+            if LHS_DESCRIPTOR:
+                if INNER == 1:
+                    a = lhs.load([row, k])
+                else:
+                    a = lhs.load([row, j, k]).reshape([BLOCK_M, BLOCK_K])
+            else:
+                ks = k + tl.arange(0, BLOCK_K)
+                mask = live[:, None]
+                if K % BLOCK_K != 0:
+                    mask = mask & (ks[None, :] < K)
+                a = tl.load(lhs_rows + j * K + ks[None, :], mask=mask, other=0.0)
+            if PAIR:
+                matrix = group * 2
+            elif INNER == 1:
+                matrix = group * (BRANCHES if EPILOGUE == "plain" else 1) + branch
+            else:
+                matrix = group * INNER + j
+            b = _rhs_tile(rhs, matrix, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            if PAIR:
+                b2 = _rhs_tile(
+                    rhs, matrix + 1, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K
+                )
+                acc2 = tl.dot(a, b2, acc2, input_precision=PRECISION)
+        mask = live[:, None] & (ns < N)[None, :]
+        wide = ms.to(tl.int64)[:, None]
+        if lhs_scale_ptr is not None:
+            s = tl.load(lhs_scale_ptr + (sources if rows_ptr is not None else ms),
+                        mask=live, other=0.0)  # fmt: skip
+            acc = acc * s[:, None]
+            acc2 = acc2 * s[:, None]
+        if rhs_scale_ptr is not None:
+            base = rhs_scale_ptr + (group * BRANCHES + branch) * N
+            acc = acc * tl.load(base + ns, mask=ns < N, other=0.0)[None, :]
+            if PAIR:
+                acc2 = acc2 * tl.load(base + N + ns, mask=ns < N, other=0.0)[None, :]
+        if bias_ptr is not None:
+            base = bias_ptr + (group * BRANCHES + branch) * N
+            acc += tl.load(base + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
+            if PAIR:
+                acc2 += tl.load(base + N + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
+        if FUSED:
+            y = activate(acc, acc2, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE, PAIR)
+            tl.store(out_ptr + wide * N + ns[None, :], y.to(out_ptr.dtype.element_ty), mask)
         else:
-            mask = (ms < ROWS)[:, None] & (ns < N)[None, :]
-            out = out_ptr + ms.to(tl.int64)[:, None] * (BRANCHES * N) + branch * N + ns[None, :]
-            tl.store(out, tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty), mask=mask)
+            out = out_ptr + wide * (BRANCHES * N) + branch * N + ns[None, :]
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zero_tail_kernel(
+    out_ptr, table_ptr,
+    ROWS: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes zeros to the rows of out [ROWS, N] past the last group, in place."""
+    begin = tl.load(table_ptr + 1 + GROUPS).to(tl.int64) * N
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    total = tl.zeros([], tl.int64) + ROWS
+    for first in range(begin + tl.program_id(0).to(tl.int64) * BLOCK, total * N, step):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < total * N)
