@@ -1,6 +1,7 @@
 """What a mixture-of-experts layer is, as frozen data: no arrays, no mesh, no backend."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import tomllib
@@ -78,12 +79,30 @@ class RouterConfig:
                 "need 1 <= num_selected_groups <= num_groups, got "
                 f"num_selected_groups={self.num_selected_groups}, num_groups={self.num_groups}"
             )
+        if self.selection == "sparse_mixer" and (
+            self.renormalize
+            or self.correction_bias
+            or self.num_groups != 1
+            or self.weight_activation is not None
+        ):
+            raise ValueError(
+                "selection 'sparse_mixer' makes its own weights: it needs renormalize=False,"
+                " correction_bias=False, num_groups=1 and weight_activation=None, got "
+                f"renormalize={self.renormalize}, correction_bias={self.correction_bias}, "
+                f"num_groups={self.num_groups}, weight_activation={self.weight_activation!r}"
+            )
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap must be positive or None, got {self.logit_softcap}")
+        if self.renormalize_epsilon < 0:
+            raise ValueError(f"renormalize_epsilon must be >= 0, got {self.renormalize_epsilon}")
+        if not self.renormalize_order > 0:
+            raise ValueError(f"renormalize_order must be positive, got {self.renormalize_order}")
         if self.num_identity_experts < 0:
             raise ValueError(f"num_identity_experts must be >= 0, got {self.num_identity_experts}")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor must be positive or None, got {self.capacity_factor}")
+            raise ValueError(
+                f"capacity_factor must be positive or None, got {self.capacity_factor}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +164,15 @@ class MoEConfig:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         check_experts_per_token(self.num_experts_per_token, self.num_experts, self.router)
         resolve_activation(self.activation)
+        layers = self.moe_layers
+        if any(first >= second for first, second in itertools.pairwise(layers)):
+            raise ValueError(f"moe_layers must rise, got {layers}")
+        if layers and not (
+            layers[0] >= 0 and (layers[-1] < self.num_layers or not self.num_layers)
+        ):
+            raise ValueError(
+                f"moe_layers must be indices of layers, num_layers={self.num_layers}, got {layers}"
+            )
 
     @classmethod
     def from_hf(cls, source: _Path | tp.Mapping[str, tp.Any]) -> "MoEConfig":
@@ -202,6 +230,13 @@ def preset_names() -> tuple[str, ...]:
 
 def check_experts_per_token(k: int, num_experts: int, router: RouterConfig) -> None:
     """Raises a ValueError unless K experts can be chosen for a token."""
+    if num_experts < 1:
+        raise ValueError(
+            f"num_experts must be >= 1 beside num_identity_experts={router.num_identity_experts},"
+            f" got {num_experts}"
+        )
+    if router.selection == "sparse_mixer" and k != 2:
+        raise ValueError(f"selection 'sparse_mixer' takes num_experts_per_token=2, got {k}")
     total = num_experts + router.num_identity_experts
     if total % router.num_groups:
         raise ValueError(f"{total} experts do not divide into num_groups={router.num_groups}")
@@ -235,6 +270,13 @@ def _build(cls: tp.Any, values: tp.Any) -> tp.Any:
     unknown = sorted(set(values) - fields)
     if unknown:
         raise ValueError(f"{cls.__name__} has no field {unknown}; fields: {sorted(fields)}")
+    needed = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if needed:
+        raise ValueError(f"{cls.__name__} needs {needed}, got {sorted(values)}")
     values = dict(values)
     if isinstance(values.get("activation"), tp.Mapping):
         values["activation"] = _build(Activation, values["activation"])

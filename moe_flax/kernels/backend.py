@@ -1,0 +1,63 @@
+"""Which implementation runs: one rule for every kernel that has several."""
+
+import importlib.util
+
+import jax
+
+BACKENDS = ("auto", "reference", "cpu", "triton", "tpu", "xla")
+_OWN = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}
+_NEEDS = {
+    "triton": ("triton", "jax_triton", "moe_flax.kernels.grouped_matmul.triton"),
+    "tpu": ("moe_flax.kernels.grouped_matmul.tpu",),
+}
+
+
+def check_backend(backend: str) -> str:
+    """Returns a backend's name, or raises a ValueError that lists them."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not known; allowed: {BACKENDS}")
+    return backend
+
+
+def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
+    """Turns "auto" into a backend's name, and checks any other name.
+
+    Args:
+      backend: one of `BACKENDS`. "auto" is "cpu" on CPU, "triton" on a GPU and "tpu" on TPU where
+        what these need is installed, and "xla" elsewhere.
+      platform: "cpu", "gpu" or "tpu"; None takes that of JAX's default device.
+
+    Raises:
+      ValueError: an unknown backend (the message lists the known ones), or one asked for by name
+        that cannot run here.
+    """
+    check_backend(backend)
+    if backend in ("reference", "cpu", "xla"):
+        return backend
+    platform = platform or _default_platform()
+    if backend == "auto":
+        own = _OWN.get(platform, "xla")
+        return "xla" if _missing(own, platform) else own
+    missing = _missing(backend, platform)
+    if missing:
+        raise ValueError(f"backend {backend!r} cannot run here: {missing}; backend='auto' can")
+    return backend
+
+
+def _default_platform() -> str:
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None:
+        platform = jax.default_backend()
+    else:
+        platform = device if isinstance(device, str) else device.platform
+    return "gpu" if platform == "cuda" else platform
+
+
+def _missing(backend: str, platform: str) -> str | None:
+    """Says what keeps a backend from running, or None."""
+    if backend == "triton" and platform != "gpu":
+        return f"it needs an NVIDIA GPU, and the platform is {platform!r}"
+    for module in _NEEDS.get(backend, ()):
+        if importlib.util.find_spec(module) is None:
+            return f"module {module} is not installed (for GPUs: pip install 'moe-flax[gpu]')"
+    return None
