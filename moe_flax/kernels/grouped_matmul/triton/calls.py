@@ -9,8 +9,9 @@ from moe_flax.activations import Activation
 from moe_flax.kernels.grouped_matmul.triton import configs, hopper, launch
 from moe_flax.kernels.grouped_matmul.triton.contraction import contraction_kernel, group_sum_kernel
 from moe_flax.kernels.grouped_matmul.triton.pointwise import activation_parameters
-from moe_flax.kernels.grouped_matmul.triton.product import product_kernel, zero_tail_kernel
+from moe_flax.kernels.grouped_matmul.triton.product import product_kernel
 from moe_flax.kernels.grouped_matmul.triton.sorting import Plan
+
 
 def dot_precision() -> str:
     """How float32 operands are multiplied, from ``jax.default_matmul_precision``."""
@@ -49,8 +50,9 @@ def product(
     activation: Activation | None = None,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
+    precision: str | None = None,
 ) -> jax.Array:
-    """Runs one grouped product over sorted rows; rows past the last group are left unwritten.
+    """Runs one grouped product over sorted rows; rows without a tile in the plan stay unwritten.
 
     Args:
       lhs: [rows or T, K] or [rows, J, K] (J contracted too).
@@ -62,6 +64,7 @@ def product(
       bias: [G, J, N].
       activation: fused behind the product.
       lhs_scale, rhs_scale: float32 scales of quantised operands, [rows of lhs] and [G, J, N].
+      precision: of float32 operands, as `dot_precision` returns it.
 
     Returns:
       [rows, J, N]; [rows, N] with an activation; [rows, 1, N] where J was contracted.
@@ -77,9 +80,7 @@ def product(
     if 0 in out.shape or k == 0:
         return jnp.zeros(out.shape, out.dtype)
     column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
-    programs = min(
-        launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles
-    )
+    programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
     common = dict(
         K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches, INNER=inner,
@@ -103,8 +104,8 @@ def product(
         rhs_scale, plan.table, out_type=out, grid=programs, num_warps=tiles.warps,
         num_stages=tiles.stages, name=f"moe_product_{epilogue}",
         LHS_DESCRIPTOR=lhs_descriptor is not None, RHS_DESCRIPTOR=rhs_descriptor is not None,
-        PRECISION=dot_precision(), BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_K=tiles.depth,
-        FLATTEN=tiles.flatten, **common,
+        ROWS=rows, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, **common,
     )  # fmt: skip
 
 
@@ -131,6 +132,7 @@ def contraction(
     out_dtype=None,
     lhs_gather: jax.Array | None = None,
     grad_gather: jax.Array | None = None,
+    precision: str | None = None,
 ) -> jax.Array:
     """Runs `contraction_kernel`: [R, K] x [R, N] -> [G, K, N], or [G, J, K, N] with branches."""
     k, n = lhs.shape[-1], grad.shape[-1]
@@ -155,7 +157,7 @@ def contraction(
         contraction_kernel, lhs, grad, lhs_tiles, grad_tiles, lhs_gather, grad_gather, plan.table,
         out_type=out, grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
         name="moe_contraction", K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches,
-        GRAD_BRANCHES=grad_branches, PRECISION=dot_precision(), BLOCK_M=tiles.rows,
+        GRAD_BRANCHES=grad_branches, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, SPAN=tiles.span, PROGRAMS=programs,
     )  # fmt: skip
 
@@ -176,16 +178,3 @@ def group_sum(
         grid=(plan.num_groups, -(-n // 128)), num_warps=4, name="moe_group_sum",
         N=n, BLOCK_M=32, BLOCK_N=128,
     )  # fmt: skip
-
-
-def zero_tail(values: jax.Array, plan: Plan) -> jax.Array:
-    """Zeroes the rows of values [R, ...] past the plan's last group, in place where XLA can."""
-    if values.size == 0:
-        return values
-    rows, width = values.shape[0], math.prod(values.shape[1:])
-    ref = jax.new_ref(values)
-    launch.call(
-        zero_tail_kernel, ref, plan.table, out_type=(), grid=launch.chip().multiprocessors,
-        num_warps=4, name="moe_zero_tail", ROWS=rows, N=width, GROUPS=plan.num_groups, BLOCK=1024,
-    )  # fmt: skip
-    return ref[...]

@@ -30,20 +30,18 @@ def combine_kernel(
 
 
 @triton.jit
-def slot_dot_kernel(
-    values_ptr, tokens_ptr, slot_row_ptr, out_ptr,
-    TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def gather_kernel(
+    values_ptr, rows_ptr, out_ptr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[t, k] = <values[slot_row[t, k]], tokens[t]>, zero where the slot has no row."""
-    slot = tl.program_id(0).to(tl.int64)
-    row = tl.load(slot_row_ptr + slot).to(tl.int64)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for d in range(0, D, BLOCK_D):
+    """out[r] = values[rows[r]]."""
+    rs = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    sources = tl.load(rows_ptr + rs, mask=rs < ROWS, other=0).to(tl.int64)
+    for d in tl.range(0, D, BLOCK_D, num_stages=3):
         ds = d + tl.arange(0, BLOCK_D)
-        x = tl.load(values_ptr + row * D + ds, mask=(ds < D) & (row >= 0), other=0.0)
-        y = tl.load(tokens_ptr + (slot // TOP_K) * D + ds, mask=(ds < D) & (row >= 0), other=0.0)
-        acc += x.to(tl.float32) * y.to(tl.float32)
-    tl.store(out_ptr + slot, tl.sum(acc, 0))
+        mask = (rs < ROWS)[:, None] & (ds < D)[None, :]
+        x = tl.load(values_ptr + sources[:, None] * D + ds[None, :], mask=mask, other=0.0)
+        tl.store(out_ptr + rs[:, None] * D + ds[None, :], x, mask=mask)
 
 
 def combine(
@@ -60,12 +58,12 @@ def combine(
     )  # fmt: skip
 
 
-def slot_dot(values: jax.Array, tokens: jax.Array, slot_row: jax.Array, top_k: int) -> jax.Array:
-    """The product of each slot's row of values with its token's row: [T, K] float32."""
-    features = values.shape[1]
+def gather(values: jax.Array, rows: jax.Array) -> jax.Array:
+    """values [T, D] at rows [R]: [R, D]."""
+    count, features = rows.shape[0], values.shape[1]
     return launch.call(
-        slot_dot_kernel, values, tokens, slot_row,
-        out_type=jax.ShapeDtypeStruct((slot_row.shape[0] // top_k, top_k), "float32"),
-        grid=slot_row.shape[0], num_warps=4, name="moe_slot_dot",
-        TOP_K=top_k, D=features, BLOCK_D=min(triton.next_power_of_2(features), 1024),
+        gather_kernel, values, rows,
+        out_type=jax.ShapeDtypeStruct((count, features), values.dtype),
+        grid=-(-count // 4), num_warps=4, name="moe_gather",
+        ROWS=count, D=features, BLOCK_R=4, BLOCK_D=min(triton.next_power_of_2(features), 512),
     )  # fmt: skip

@@ -14,7 +14,6 @@ class Tiles:
       warps, stages: per program, and of the software pipeline.
       span: row tiles that share columns before the next columns come.
       programs: per multiprocessor.
-      flatten: prefetch the next tile's operands during a tile's epilogue.
       specialised: use the warp-specialised Hopper kernel.
     """
 
@@ -25,7 +24,6 @@ class Tiles:
     stages: int = 3
     span: int = 8
     programs: int = 1
-    flatten: bool = False
     specialised: bool = False
 
 
@@ -65,7 +63,14 @@ def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: 
         return Tiles(128, 128, depth // 2, 4 if itemsize == 2 else 8, 3)
     if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256, 64, 4, 4, specialised=True)
-    return Tiles(128, 256, depth, 8, 4, flatten=True)
+    return Tiles(128, 256, depth, 8, 4)
+
+
+def summed_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
+    """Tiles of a plain product that is summed over branches, the gradient by the tokens' rows."""
+    if rows_class(rows, groups) == 128 and _specialised(chip, k, n, itemsize):
+        return Tiles(128, 256, 64, 4, 4, specialised=True)
+    return product_tiles(chip, rows, groups, k, n, itemsize)
 
 
 def fused_tiles(
@@ -78,7 +83,7 @@ def fused_tiles(
         return _small(chip, height, depth, branches), False
     if not chip.tma or itemsize > 2:
         return Tiles(128, 128 // branches, depth // 2, 8, 3), False
-    if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
+    if (rows <= groups * 128 or n < 1024) and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256 // branches, 64, 4, 4, specialised=True), False
     return Tiles(128, 256 // branches, depth, 8, 3), True
 

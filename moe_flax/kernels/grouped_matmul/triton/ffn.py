@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moe_flax.activations import Activation
 from moe_flax.kernels.grouped_matmul.triton import calls, configs, launch
-from moe_flax.kernels.grouped_matmul.triton.combine import combine
+from moe_flax.kernels.grouped_matmul.triton.combine import combine, gather
 from moe_flax.kernels.grouped_matmul.triton.pointwise import activate_rows, activate_rows_grad
 from moe_flax.kernels.grouped_matmul.triton.sorting import Plan, plan_capacity, sort_by_expert
 
@@ -20,12 +20,14 @@ class Call:
     Attributes:
       activation: between the products.
       up: tiles of the first product fused with the activation; all products share its rows.
+      precision: of float32 products, as `calls.dot_precision` returns it.
       gather_first: copy the rows to their sorted places ahead of the fused first product.
       plain_up, down, grad_hidden, grad_tokens: tiles of the plain products.
       grad_weights: tiles of the contractions.
     """
 
     activation: Activation
+    precision: str
     up: configs.Tiles
     gather_first: bool
     plain_up: configs.Tiles
@@ -35,7 +37,7 @@ class Call:
     grad_weights: configs.Tiles
 
 
-def make_call(activation: Activation, tokens, wi, ids) -> Call:
+def make_call(activation: Activation, tokens, wi, ids, precision: str | None = None) -> Call:
     """Chooses the tiles for tokens [T, D], wi [E, J, D, F] and ids [T, K]."""
     chip, rows = launch.chip(), ids.size
     experts, branches, features, hidden = wi.shape
@@ -43,9 +45,10 @@ def make_call(activation: Activation, tokens, wi, ids) -> Call:
     choose = functools.partial(configs.product_tiles, chip, rows, experts)
     up, gather_first = configs.fused_tiles(chip, rows, experts, features, hidden, size, branches)
     widen, narrow = choose(features, hidden, size), choose(hidden, features, size)
+    back = configs.summed_tiles(chip, rows, experts, hidden, features, size)
     return Call(
-        activation, up, gather_first, widen, narrow, widen, narrow,
-        configs.contraction_tiles(chip, size),
+        activation, precision or calls.dot_precision(), up, gather_first, widen, narrow, widen,
+        back, configs.contraction_tiles(chip, size),
     )  # fmt: skip
 
 
@@ -68,31 +71,31 @@ def routed_ffn(call: Call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
       [T, D] in the tokens' dtype.
     """
     order = sort_by_expert(ids, weights, wi.shape[0], call.up.rows)
-    gather, rows = order.row_token, tokens
+    index, rows = order.row_token, tokens
     if call.gather_first:
-        rows, gather = _gather(tokens, order.row_token), None
+        rows, index = gather(tokens, order.row_token), None
     hidden = calls.product(
-        rows, wi, order.plan, ids.size, tiles=call.up, gather=gather, bias=wi_bias,
-        activation=call.activation,
+        rows, wi, order.plan, ids.size, tiles=call.up, gather=index, bias=wi_bias,
+        activation=call.activation, precision=call.precision,
     )  # fmt: skip
     return _down(call, hidden, wo, wo_bias, order, weights)
-
-
-def _gather(tokens, row_token):
-    return combine(tokens, None, row_token, 1)
 
 
 def _down(call, hidden, wo, wo_bias, order, weights):
     bias = None if wo_bias is None else wo_bias[:, None]
     rows = hidden.shape[0]
-    values = calls.product(hidden, wo[:, None], order.plan, rows, tiles=call.down, bias=bias)
+    values = calls.product(
+        hidden, wo[:, None], order.plan, rows, tiles=call.down, bias=bias, precision=call.precision
+    )
     return combine(values.reshape(rows, -1), weights, order.slot_row, weights.shape[1])
 
 
 def _forward(call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     order = sort_by_expert(ids, weights, wi.shape[0], call.up.rows)
-    rows = _gather(tokens, order.row_token)
-    pre = calls.product(rows, wi, order.plan, ids.size, tiles=call.plain_up, bias=wi_bias)
+    rows = gather(tokens, order.row_token)
+    pre = calls.product(
+        rows, wi, order.plan, ids.size, tiles=call.plain_up, bias=wi_bias, precision=call.precision
+    )
     hidden = activate_rows(pre, call.activation)
     y = _down(call, hidden, wo, wo_bias, order, weights)
     sort = (order.row_token, order.row_weight, order.slot_row, order.plan.table)
@@ -106,20 +109,38 @@ def _backward(call, kept, grad):
     experts = wi.shape[0]
     plan = Plan(table, experts, plan_capacity(rows, experts, call.up.rows), call.up.rows)
     grad = grad.astype(tokens.dtype)
-    grad_rows = _gather(grad, row_token)
+    grad_rows = gather(grad, row_token)
     d_hidden = calls.product(
-        grad_rows, wo[:, None], plan, rows, tiles=call.grad_hidden, transposed=True
+        grad_rows,
+        wo[:, None],
+        plan,
+        rows,
+        tiles=call.grad_hidden,
+        transposed=True,
+        precision=call.precision,
     )
     d_pre, weighted, dots = activate_rows_grad(
         d_hidden.reshape(rows, -1), pre, row_weight, call.activation
     )
     d_wo = calls.contraction(
-        weighted, grad_rows, plan, tiles=call.grad_weights, out_dtype=wo.dtype
+        weighted,
+        grad_rows,
+        plan,
+        tiles=call.grad_weights,
+        out_dtype=wo.dtype,
+        precision=call.precision,
     )
     d_wi = calls.contraction(
-        _gather(tokens, row_token), d_pre, plan, tiles=call.grad_weights, out_dtype=wi.dtype
+        gather(tokens, row_token),
+        d_pre,
+        plan,
+        tiles=call.grad_weights,
+        out_dtype=wi.dtype,
+        precision=call.precision,
     ).reshape(wi.shape)
-    d_rows = calls.product(d_pre, wi, plan, rows, tiles=call.grad_tokens, transposed=True)
+    d_rows = calls.product(
+        d_pre, wi, plan, rows, tiles=call.grad_tokens, transposed=True, precision=call.precision
+    )
     d_tokens = combine(d_rows.reshape(rows, -1), None, slot_row, top_k)
     placed = slot_row >= 0
     d_weights = jnp.where(placed, dots[jnp.maximum(slot_row, 0)], 0.0).reshape(ids.shape)

@@ -66,7 +66,7 @@ def _produce(
                 sources = gl.load(rows_ptr + gl.minimum(ms, ROWS_TOTAL - 1))
                 ks = gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT))
                 pointers = lhs + (sources.to(gl.int64) * K)[:, None] + ks[None, :]
-            for block in range(0, INNER * K_BLOCKS):
+            for block in range(INNER * K_BLOCKS):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
                 mbarrier.wait(free.index(stage), phase ^ 1)
@@ -205,7 +205,7 @@ def _consume(
                             y += _columns(bias, at, N, PART)[None, :]
                         _store(y, out_ptr + branch * N, BRANCHES * N, row, end, at, buffer, N)
             else:
-                for block in range(0, STEPS):
+                for _ in range(STEPS):
                     stage = step % STAGES
                     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
                     mbarrier.arrive(free.index(stage))

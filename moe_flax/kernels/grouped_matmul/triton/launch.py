@@ -10,7 +10,9 @@ import typing as tp
 
 import jax
 
-_target: contextvars.ContextVar[int | None] = contextvars.ContextVar("moe_flax_target", default=None)
+_target: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "moe_flax_target", default=None
+)
 
 
 @dataclasses.dataclass(frozen=True)

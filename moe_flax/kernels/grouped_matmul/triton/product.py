@@ -14,15 +14,18 @@ from moe_flax.kernels.grouped_matmul.triton.activation import activate
 
 @triton.jit
 def _tile_at(table_ptr, tile, tiles, GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
-             COLUMN_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    """Tile number -> (group, first row, end row, column tile); SPAN row tiles share columns."""
+             ROWS: tl.constexpr, COLUMN_TILES: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """Tile number -> (group, first row, end row, column tile); SPAN row tiles share columns.
+
+    Group GROUPS holds the rows past the last group.
+    """
     band = tile // (SPAN * COLUMN_TILES)
     height = tl.minimum(tiles - band * SPAN, SPAN)
     inside = tile - band * SPAN * COLUMN_TILES
     row_tile = band * SPAN + inside % height
     group = tl.load(table_ptr + 2 + GROUPS + row_tile)
     row = tl.load(table_ptr + 2 + GROUPS + CAPACITY + row_tile)
-    end = tl.load(table_ptr + 2 + group)
+    end = tl.load(table_ptr + 2 + group, mask=group < GROUPS, other=ROWS)
     return group, row, end, inside // height
 
 
@@ -51,16 +54,18 @@ def _rhs_tile(rhs, matrix, k, n, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: t
 @triton.jit
 def product_kernel(
     lhs, rhs, bias_ptr, rows_ptr, lhs_scale_ptr, rhs_scale_ptr, table_ptr, out_ptr,
-    K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, BRANCHES: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr, BRANCHES: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
     LHS_DESCRIPTOR: tl.constexpr, RHS_DESCRIPTOR: tl.constexpr, EPILOGUE: tl.constexpr,
     PRECISION: tl.constexpr, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
     LIMIT: tl.constexpr, BEFORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr,
-    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """See the module. BRANCHES: of the output (rhs [G, BRANCHES, ...]); INNER: branches contracted.
 
-    lhs [R or T, INNER, K]; out [R, BRANCHES, N] ("plain") or [R, N] ("activate").
+    lhs [ROWS or T, INNER, K]; out [ROWS, BRANCHES, N] ("plain") or [ROWS, N] ("activate"). Rows
+    past the last group become zero where the plan has tiles for them.
     """
     FUSED: tl.constexpr = EPILOGUE == "activate"
     PAIR: tl.constexpr = FUSED and BRANCHES == 2
@@ -68,9 +73,9 @@ def product_kernel(
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     column_tiles: tl.constexpr = column_blocks * (BRANCHES if EPILOGUE == "plain" else 1)
     k_blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    for tile in tl.range(tl.program_id(0), tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in range(tl.program_id(0), tiles * column_tiles, PROGRAMS):
         group, row, end, column = _tile_at(
-            table_ptr, tile, tiles, GROUPS, CAPACITY, column_tiles, BLOCK_M, SPAN
+            table_ptr, tile, tiles, GROUPS, CAPACITY, ROWS, column_tiles, SPAN
         )
         branch = column // column_blocks
         n = (column - branch * column_blocks) * BLOCK_N
@@ -78,14 +83,14 @@ def product_kernel(
         ns = n + tl.arange(0, BLOCK_N)
         live = ms < end
         if not LHS_DESCRIPTOR:
+            sources = ms
             if rows_ptr is not None:
                 sources = tl.load(rows_ptr + ms, mask=live, other=0)
-            else:
-                sources = ms
             lhs_rows = lhs + sources[:, None].to(tl.int64) * (INNER * K)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc2 = acc
-        for step in range(0, INNER * k_blocks):
+        steps = tl.where(group < GROUPS, INNER * k_blocks, 0)
+        for step in range(steps):
             if INNER == 1:
                 j = 0
                 k = step * BLOCK_K
@@ -139,17 +144,3 @@ def product_kernel(
         else:
             out = out_ptr + wide * (BRANCHES * N) + branch * N + ns[None, :]
             tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def zero_tail_kernel(
-    out_ptr, table_ptr,
-    ROWS: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes zeros to the rows of out [ROWS, N] past the last group, in place."""
-    begin = tl.load(table_ptr + 1 + GROUPS).to(tl.int64) * N
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    total = tl.zeros([], tl.int64) + ROWS
-    for first in range(begin + tl.program_id(0).to(tl.int64) * BLOCK, total * N, step):
-        at = first + tl.arange(0, BLOCK)
-        tl.store(out_ptr + at, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=at < total * N)

@@ -124,7 +124,7 @@ def _place_kernel(
     total = tl.zeros([WIDTH], tl.int32)
     before = tl.zeros([WIDTH], tl.int32)
     if counts_ptr is None:
-        for block in range(0, BLOCKS):
+        for block in range(BLOCKS):
             ids = _load_ids(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), SLOTS, EXPERTS)
             counts = tl.histogram(ids, WIDTH)
             total += counts
