@@ -21,12 +21,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DUMPS = tempfile.TemporaryDirectory()
 os.environ["JAX_TRITON_DUMP_DIR"] = DUMPS.name
 
-import jax
-import jax.numpy as jnp
-import triton
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import triton  # noqa: E402
 
-from moe_flax.activations import resolve_activation
-from moe_flax.kernels.grouped_matmul.triton import ffn, launch
+from moe_flax.activations import resolve_activation  # noqa: E402
+from moe_flax.kernels.grouped_matmul.triton import ffn, launch  # noqa: E402
 
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 # T, E, K, D, F, activation, branches, biases, dtype, with gradients

@@ -76,7 +76,7 @@ def test_a_gpu_without_a_working_set_takes_xla_and_says_so_once(installed, chang
 def test_a_gpu_that_is_too_old_is_named(installed, monkeypatch):
     old = types.SimpleNamespace(compute_capability="7.5")
     monkeypatch.setattr(jax, "local_devices", lambda backend: [old])
-    with pytest.raises(ValueError, match="capability 7.5; the Triton kernels need 8.0"):
+    with pytest.raises(ValueError, match=r"capability 7\.5; the Triton kernels need 8\.0"):
         resolve_backend("triton", "gpu")
 
 

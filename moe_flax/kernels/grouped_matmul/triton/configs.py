@@ -36,7 +36,7 @@ def shared_bytes(tiles: Tiles, itemsize: int, branches: int = 1) -> int:
 def rows_class(rows: int, groups: int) -> int:
     """The tile height that suits an average group: 16, 32, 64 or 128 rows."""
     average = rows / max(groups, 1)
-    if average <= 4:
+    if average <= 10:
         return 16
     if average <= 20:
         return 32
