@@ -137,7 +137,7 @@ def run_ours(chosen: list[tuple[str, int, bool]], deadline: float) -> list[dict]
         memory = compiled.memory_analysis()
         row = {"model": model, "tokens": tokens, "train": train, "hit": hit}
         row["ours"] = time_calls(lambda: compiled(*arguments), jax.block_until_ready)  # noqa: B023
-        row["ours_gib"] = memory.temp_size_in_bytes / 2**30
+        row["ours_gib"] = (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**30
         row["floor"] = floor_ms(model, tokens, train, hit)
         rows.append(row)
         print("ours", json.dumps(row), flush=True)
@@ -243,7 +243,8 @@ def main() -> None:
         ratio = f"{row['torch'] / row['ours']:6.2f}" if "torch" in row else ""
         print(
             f"{row['model']:17}{row['tokens']:6} {'train' if row['train'] else '':5}"
-            f" floor {row['floor']:7.3f}  ours {row['ours']:7.3f} ({row['floor'] / row['ours']:.2f})"
+            f" floor {row['floor']:7.3f}  ours {row['ours']:7.3f}"
+            f" ({row['floor'] / row['ours']:.2f})"
             f"  torch {row.get('torch', float('nan')):7.3f}  {ratio}"
             f"  GiB {row['ours_gib']:.2f} / {row.get('torch_gib', float('nan')):.2f}"
         )

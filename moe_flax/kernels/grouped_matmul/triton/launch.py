@@ -10,6 +10,8 @@ import typing as tp
 
 import jax
 
+from moe_flax.varying import varying
+
 _target: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "moe_flax_target", default=None
 )
@@ -30,7 +32,7 @@ class Chip:
     @property
     def wgmma(self) -> bool:
         """Whether the warp-specialised Hopper kernels apply."""
-        return self.capability == 90
+        return self.capability == 90 and _count_worker_warps()
 
 
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
@@ -91,9 +93,12 @@ def call(kernel, *args, out_type, grid, name, num_warps=4, num_stages=2, **param
     """`jax_triton.triton_call` with one fixed configuration for `chip()`."""
     import jax_triton
 
-    _count_worker_warps()
-    return jax_triton.triton_call(
+    outs = jax_triton.triton_call(
         *args, kernel=kernel, out_type=out_type, grid=grid, name=name, num_warps=num_warps,
         num_stages=num_stages, compute_capability=chip().capability,
         backend_options={"enable_fp_fusion": True}, **parameters,
     )  # fmt: skip
+    # Inside jax.shard_map results vary over the axes that any operand varies over.
+    leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+    return varying(outs, axes)
