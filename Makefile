@@ -28,7 +28,7 @@ test-gpu: $(VENV)/.installed  ## on an NVIDIA GPU, with the gpu extra installed
 lint: $(VENV)/.installed  ## formatter, linter, types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 bench: $(VENV)/.installed  ## grouped products on this CPU, beside a dense product and ragged_dot
 	$(RUN) benchmarks/grouped_matmul_cpu.py

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers for Flax: fast on CPU, GPU and TPU, sharded over any mesh."""
 
-from moe_flax import losses
+from moe_flax import checkpoint, losses
 from moe_flax.activations import Activation
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig, preset_names
 from moe_flax.experts import expert_ffn
@@ -24,6 +24,7 @@ __all__ = [
     "Routing",
     "SharedConfig",
     "SharedExperts",
+    "checkpoint",
     "expert_ffn",
     "grouped_matmul",
     "losses",

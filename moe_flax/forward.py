@@ -58,12 +58,16 @@ class Forward:
         config = self.config
         parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
         logits = router_logits(parameters, tokens)
-        routing, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
+        choices, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
 
-        busy = (*axes.tokens, *axes.expert, *axes.mlp)
-        tokens_in, routing_in, parameters = varying((tokens, routing, parameters), busy)
+        # Replicated parameters vary from here on as what they meet: gradients sum accordingly.
+        tokens_in, routing, parameters = varying(
+            (tokens, choices, parameters), (*axes.tokens, *axes.mlp)
+        )
         rows = _strategy(self.expert_parallel, routing, axes)(
-            self._feed_forward, tokens_in, routing_in, _weights(parameters, axes), axes=axes.expert
+            self._feed_forward,
+            *varying((tokens_in, routing, _weights(parameters, axes)), axes.expert),
+            axes=axes.expert,
         )
         if config.shared is not None:
             shared = shared_ffn(parameters, tokens_in, config, config.shared, self.precision)
@@ -72,7 +76,7 @@ class Forward:
             rows = jax.lax.psum(rows.astype(jnp.float32), axes.mlp)
         rows = rows.astype(tokens.dtype)
         if config.router.num_identity_experts:
-            rows = rows + _identity(tokens, routing, config)
+            rows = rows + _identity(tokens, choices, config)
         return rows, statistics
 
     def _feed_forward(

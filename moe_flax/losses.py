@@ -101,8 +101,7 @@ def routing_statistics(
     """
     columns = logits.shape[-1]
     _check_statistics(logits, routing, num_experts, mask, sequence_ids, num_sequences)
-    # Without a mask all are valid; taken from the ids so that counts vary over devices as they do.
-    valid = routing.expert_ids[:, 0] >= 0 if mask is None else mask.astype(jnp.bool)
+    valid = jnp.ones(logits.shape[0], jnp.bool) if mask is None else mask.astype(jnp.bool)
     # Padding may hold anything: it is replaced ahead of every function, so that gradients stay
     # finite as well.
     logits = jnp.where(valid[:, None], logits.astype(jnp.float32), 0.0)

@@ -6,6 +6,7 @@ import types
 import typing as tp
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AnyMesh: tp.TypeAlias = Mesh | AbstractMesh
@@ -208,6 +209,6 @@ def place(
     """Makes an array from a random key directly in its sharding: no device holds it whole."""
     if sharding is None:
         return make(key)
-    if isinstance(key, jax.core.Tracer) or isinstance(sharding.mesh, AbstractMesh):
+    if isinstance(key, Tracer) or isinstance(sharding.mesh, AbstractMesh):
         return reshard(make(key), sharding.mesh, sharding.spec)
     return jax.jit(make, out_shardings=sharding)(key)

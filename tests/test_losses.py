@@ -255,7 +255,7 @@ def statistics_of(logits, mask, sequence_ids=None):
     )
 
 
-def test_statistics_vary_over_devices_without_a_mask():
+def test_tokens_are_summed_over_devices_without_a_mask():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     logits, _ = make(7)
 

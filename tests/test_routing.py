@@ -12,8 +12,7 @@ import pytest
 from moe_flax.config import RouterConfig
 from moe_flax.routing import input_jitter, route
 
-LOWEST = float(np.finfo(np.float32).min)
-NEAR = 2e-5  # choice scores closer than this, but not equal, are rounding's to order
+NEAR = 1e-5  # choice scores relatively closer than this, but not equal, are rounding's to order
 
 
 def reference(logits, config, k, bias=None, per_expert_scale=None):
@@ -29,13 +28,15 @@ def reference(logits, config, k, bias=None, per_expert_scale=None):
     }[config.score]
     scores = [score(v) for v in x]
     choice = scores if bias is None else [s + float(b) for s, b in zip(scores, bias, strict=True)]
+    largest = 0 if bias is None else max(abs(float(b)) for b in bias)
     margins = []
 
     def best(values, count):
         order = sorted(range(len(values)), key=lambda i: (-values[i], i))
         for i, j in itertools.pairwise(order[: count + 1]):
             if values[i] != values[j] and values[i] > -math.inf:
-                margins.append(values[i] - values[j])
+                size = max(abs(values[i]), abs(values[j]) if values[j] > -math.inf else 0, largest)
+                margins.append((values[i] - values[j]) / size)
         return order[:count]
 
     if config.num_groups > 1:
@@ -113,7 +114,7 @@ CONFIGS = st.builds(
     group_score=st.sampled_from(["top2_sum", "max"]),
     group_mask=st.sampled_from(["-inf", "0"]),
     correction_bias=st.booleans(),
-    logit_softcap=st.sampled_from([None, 2.0]),
+    logit_softcap=st.sampled_from([None, 10.0]),
     per_expert_scale=st.booleans(),
 )
 
@@ -132,7 +133,7 @@ def test_every_combination_equals_the_reference(config, data):
     offset = data.draw(st.sampled_from([0.0, -2.0, 8.0, 12.0]), label="bias offset")
     bias = (offset + rng.normal(size=12)).astype(np.float32) if config.correction_bias else None
     scale = rng.uniform(0.5, 2, 12).astype(np.float32) if config.per_expert_scale else None
-    assert check(logits, config, k, bias, scale) >= 3
+    assert check(logits, config, k, bias, scale) >= 2
 
 
 @hypothesis.settings(deadline=None, max_examples=15)
@@ -151,7 +152,7 @@ def test_identity_scores(weight_activation, renormalize, order, k, seed):
         renormalize_order=order,
     )
     logits = np.random.default_rng(seed).normal(size=(4, 12)) * 3
-    assert check(logits, config, k) >= 3
+    assert check(logits, config, k) >= 2
 
 
 def test_ties_take_the_lowest_index():

@@ -138,7 +138,7 @@ def _on_devices(
         mesh=mesh if isinstance(mesh, Mesh) else None,
         in_specs=(weights, rows, rows),
         out_specs=(rows, PartitionSpec()),
-        **({"axis_names": set(mesh.axis_names) - manual} if manual else {}),
+        axis_names=set(mesh.axis_names) - manual,
     )(parameters, tokens, mask)
 
 
