@@ -69,7 +69,7 @@ def lower(case: tuple, capability: int) -> None:
 
 def assemble(ptx: pathlib.Path, capability: int) -> dict:
     """Runs the assembler that Triton ships: registers, spills, shared memory, tensor-core use."""
-    tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+    tools = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin"
     newest = tools / "ptxas-blackwell"
     tool = newest if capability >= 100 and newest.exists() else tools / "ptxas"
     arch = f"sm_{capability}{'a' if capability >= 90 else ''}"

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+import typing
 
 MODELS = {  # E, K, D, F
     "mixtral-8x7b": (8, 2, 4096, 14336),
@@ -134,7 +135,7 @@ def run_ours(chosen: list[tuple[str, int, bool]], deadline: float) -> list[dict]
         arguments = make(keys)
         hit = len(set(jax.lax.top_k(arguments[1], top_k)[1].ravel().tolist()))
         compiled = jax.jit(exported.call).lower(*arguments).compile()
-        memory = compiled.memory_analysis()
+        memory: typing.Any = compiled.memory_analysis()
         row = {"model": model, "tokens": tokens, "train": train, "hit": hit}
         row["ours"] = time_calls(lambda: compiled(*arguments), jax.block_until_ready)  # noqa: B023
         row["ours_gib"] = (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**30
@@ -169,7 +170,7 @@ def run_torch(chosen: list[tuple[str, int, bool]], deadline: float) -> None:
         y = y[inverse].view(x.shape[0], top_k, -1)
         return (y * weights[:, :, None]).sum(1).to(x.dtype)
 
-    compiled = torch.compile(layer, dynamic=False)
+    compiled: typing.Any = torch.compile(layer, dynamic=False)
     torch._dynamo.config.cache_size_limit = 64
     for model, tokens, train in chosen:
         if time.time() > deadline:

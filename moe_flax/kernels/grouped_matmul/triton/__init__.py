@@ -97,7 +97,8 @@ def expert_ffn(
     with jax.default_matmul_precision(precision):
         call = ffn.make_call(activation, rows, wi, ids, calls.dot_precision())
     biases = [None if b is None else b.astype(jnp.float32) for b in (wi_bias, wo_bias)]
-    y = ffn.routed_ffn(call, rows, wi.astype(dtype), wo.astype(dtype), *biases, ids, weights)
+    matrices = (wi.astype(dtype), wo.astype(dtype))
+    y = jnp.asarray(ffn.routed_ffn(call, rows, *matrices, *biases, ids, weights))
     if routing.apply_to == "input":
         y = y.reshape(-1, top_k, tokens.shape[1]).astype(jnp.float32).sum(1)
     return y.astype(tokens.dtype)

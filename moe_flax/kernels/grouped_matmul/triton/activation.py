@@ -1,5 +1,8 @@
 """The gated activation and its derivative as device functions, on float32 accumulators."""
 
+# Checkers take `import triton` for this package.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 import triton
 import triton.language as tl
 

@@ -1,6 +1,7 @@
 """The kernels as functions of arrays: shapes, descriptors and configurations put together."""
 
 import math
+import typing as tp
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from moe_flax.kernels.grouped_matmul.triton.sorting import Plan
 
 def dot_precision() -> str:
     """How float32 operands are multiplied, from ``jax.default_matmul_precision``."""
-    name = jax.config.jax_default_matmul_precision
+    name = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if name in ("highest", "float32", "F32_F32_F32"):
         return "ieee"
     if name in ("default", "fastest", "tensorfloat32", "TF32_TF32_F32"):
@@ -82,7 +83,7 @@ def product(
     column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
-    common = dict(
+    common: dict[str, tp.Any] = dict(
         K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches, INNER=inner,
         TRANSPOSED=transposed, EPILOGUE=epilogue, SPAN=tiles.span, PROGRAMS=programs,
         **activation_parameters(activation or Activation()),

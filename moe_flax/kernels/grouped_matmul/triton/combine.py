@@ -1,5 +1,8 @@
 """Bringing expert rows back to their tokens: a sum over K in a fixed order, in float32."""
 
+# Checkers take `import triton` for this package.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 import jax
 import triton
 import triton.language as tl

@@ -1,5 +1,8 @@
 """The product over each group's rows, lhs^T @ grad: the gradient by the groups' matrices."""
 
+# Checkers take `import triton` for this package.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 import triton
 import triton.language as tl
 

@@ -7,6 +7,9 @@ Loading runs ahead into the next tile, so that it hides behind the epilogue, and
 64 rows costs one partition's work.
 """
 
+# Checkers take `import triton` for this package.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

@@ -73,7 +73,7 @@ def _count_worker_warps() -> bool:
     """
     import jax_triton.triton_lib as triton_lib
 
-    library = getattr(triton_lib, "triton_kernel_call_lib", None)
+    library: tp.Any = getattr(triton_lib, "triton_kernel_call_lib", None)
     if not hasattr(library, "TritonKernel"):
         return False
 

@@ -1,5 +1,8 @@
 """The activation and its gradient over sorted rows, for the pre-activation that training keeps."""
 
+# Checkers take `import triton` for this package.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 import jax
 import triton
 import triton.language as tl

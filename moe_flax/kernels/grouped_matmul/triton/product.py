@@ -6,6 +6,9 @@ group's matrix is read as [K, N] or in place as its transpose, and the epilogue 
 scales and bias) or "activate": both branches in one tile, through the activation.
 """
 
+# Checkers take `import triton` for this package.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,8 @@
 """Sorting token slots by expert: a stable counting sort, and the plan of row tiles."""
 
+# Checkers take `import triton` for this package.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
 import typing as tp
 
 import jax
