@@ -60,7 +60,7 @@ def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: 
     if height < 128:
         return _small(chip, height, depth, 1)
     if not chip.tma or itemsize > 2:
-        return Tiles(128, 128, depth // 2, 4 if itemsize == 2 else 8, 3)
+        return Tiles(128, 128, depth // 2, 8, 3)
     if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256, 64, 4, 4, specialised=True)
     return Tiles(128, 256, depth, 8, 4)
@@ -94,4 +94,4 @@ def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
         return Tiles(32, 64, 64, 4, 3)
     if chip.tma:
         return Tiles(64, 256, 128, 8, 4)
-    return Tiles(32, 128, 128, 4, 4)
+    return Tiles(32, 128, 128, 8, 4)
