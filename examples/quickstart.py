@@ -1,6 +1,6 @@
 """Trains a byte-level mixture-of-experts decoder over a mesh, beside a dense one; saves both ways.
 
-    python examples/quickstart.py [--out out/quickstart] [--steps 400]
+    python examples/quickstart.py [--out out/quickstart] [--steps 320]
 
 Eight CPU devices stand in for eight accelerators; nothing but ``make_mesh`` would change on them.
 Exits with 1 where a check fails.
@@ -34,7 +34,7 @@ from moe_flax import losses, plots
 
 FEATURES, LAYERS, HEADS = 64, 2, 2
 EXPERTS, CHOSEN, EXPERT_WIDTH = 16, 2, 64
-STEPS, BATCH, CONTEXT, LEARNING_RATE = 400, 32, 128, 4e-3
+STEPS, BATCH, CONTEXT, LEARNING_RATE = 320, 32, 128, 4e-3
 TOLERANCE = 1e-4  # of a token's logits, relative: other meshes add in another order
 
 MOE = DecoderConfig(
@@ -147,7 +147,7 @@ def main() -> int:
     )
 
     balance = Balance(
-        bias_from=steps // 10, bias_until=steps * 3 // 4, rate=6e-3, loss_coefficient=0.01
+        bias_from=steps // 10, bias_until=steps * 3 // 4, rate=6e-3, loss_coefficient=0.03
     )
     runs, models = {}, {}
     for name, config in {"MoE": MOE, "dense": DENSE}.items():
