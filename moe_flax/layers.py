@@ -295,6 +295,7 @@ class MoE(nnx.Module):
         self, inputs: Float[Array, "... D"], mask: Bool[Array, "..."] | None
     ) -> tuple[Float[Array, "... D"], losses.RoutingStatistics]:
         mesh = sharding.active_mesh(self.mesh)
+        sharding.check_scope(mesh)
         axes = sharding.resolve_axes(mesh, self.rules) if mesh is not None else None
         forward = Forward(
             config=self.config,

@@ -115,6 +115,20 @@ def active_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
     return mesh
 
 
+def check_scope(mesh: AnyMesh | None) -> None:
+    """Raises a ValueError where a mesh in scope has other axes than the one to be used."""
+    scope = jax.sharding.get_abstract_mesh()
+    if mesh is None or scope.empty:
+        return
+    ours, theirs = ((dict(m.shape), tuple(t.name for t in m.axis_types)) for m in (mesh, scope))
+    if ours != theirs:
+        raise ValueError(
+            f"the layer's mesh has axes {ours[0]} of types {ours[1]}, the one in scope"
+            f" (jax.set_mesh) {theirs[0]} of types {theirs[1]}: give the layer no mesh, or call it"
+            " in the scope of its own"
+        )
+
+
 def resolve_axes(mesh: AnyMesh, rules: Rules | None = None) -> MeshAxes:
     """Looks up which mesh axes the logical axes lie on.
 
