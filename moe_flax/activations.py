@@ -63,16 +63,18 @@ class Activation:
         branches = hidden.shape[-2]
         if branches not in (1, 2):
             raise ValueError(f"expected 1 or 2 branches on axis -2, got shape {hidden.shape}")
+        return self.combine(hidden[..., 0, :], hidden[..., 1, :] if branches == 2 else None)
+
+    def combine(self, first: jax.Array, up: jax.Array | None = None) -> jax.Array:
+        """The same for branches held apart: gate and up, or up alone as ``first``."""
         limit = self.limit
-        first = hidden[..., 0, :]
         if limit is not None and self.clamp == "before":
             first = jnp.minimum(first, limit)
         first = self._function(first)
         if limit is not None and self.clamp == "after":
             first = jnp.minimum(first, limit)
-        if branches == 1:
+        if up is None:
             return first
-        up = hidden[..., 1, :]
         if limit is not None:
             up = jnp.clip(up, -limit, limit)
         return first * (up + self.up_offset) if self.up_offset else first * up
