@@ -1,3 +1,12 @@
-"""Mixture-of-experts layers for Flax."""
+"""Mixture-of-experts layers for Flax: fast on CPU, GPU and TPU, sharded over any mesh."""
+
+from moe_flax.activations import Activation
+from moe_flax.config import MoEConfig, RouterConfig, SharedConfig, preset_names
+from moe_flax.experts import expert_ffn
+from moe_flax.kernels.grouped_matmul import grouped_matmul
+from moe_flax.layers import Experts, MoE, Router, SharedExperts
+from moe_flax.losses import MoEAux
+from moe_flax.parameters import CorrectionBias
+from moe_flax.routing import Routing, route
 
 __version__ = "0.1.0"

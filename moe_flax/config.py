@@ -78,12 +78,26 @@ class RouterConfig:
                 "need 1 <= num_selected_groups <= num_groups, got "
                 f"num_selected_groups={self.num_selected_groups}, num_groups={self.num_groups}"
             )
+        if self.selection == "sparse_mixer" and (
+            self.renormalize
+            or self.correction_bias
+            or self.num_groups != 1
+            or self.weight_activation is not None
+        ):
+            raise ValueError(
+                "selection 'sparse_mixer' makes its own weights: it needs renormalize=False,"
+                " correction_bias=False, num_groups=1 and weight_activation=None, got "
+                f"renormalize={self.renormalize}, correction_bias={self.correction_bias}, "
+                f"num_groups={self.num_groups}, weight_activation={self.weight_activation!r}"
+            )
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap must be positive or None, got {self.logit_softcap}")
         if self.num_identity_experts < 0:
             raise ValueError(f"num_identity_experts must be >= 0, got {self.num_identity_experts}")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor must be positive or None, got {self.capacity_factor}")
+            raise ValueError(
+                f"capacity_factor must be positive or None, got {self.capacity_factor}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +216,13 @@ def preset_names() -> tuple[str, ...]:
 
 def check_experts_per_token(k: int, num_experts: int, router: RouterConfig) -> None:
     """Raises a ValueError unless K experts can be chosen for a token."""
+    if num_experts < 1:
+        raise ValueError(
+            f"num_experts must be >= 1 beside num_identity_experts={router.num_identity_experts},"
+            f" got {num_experts}"
+        )
+    if router.selection == "sparse_mixer" and k != 2:
+        raise ValueError(f"selection 'sparse_mixer' takes num_experts_per_token=2, got {k}")
     total = num_experts + router.num_identity_experts
     if total % router.num_groups:
         raise ValueError(f"{total} experts do not divide into num_groups={router.num_groups}")

@@ -1,0 +1,210 @@
+"""The way of a token on one device: router, routing, experts wherever they are, shared experts."""
+
+import dataclasses
+import typing as tp
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from moe_flax import parallel
+from moe_flax.activations import resolve_activation
+from moe_flax.capacity import apply_capacity, expert_capacity
+from moe_flax.config import MoEConfig, SharedConfig
+from moe_flax.experts import expert_ffn
+from moe_flax.losses import RoutingStatistics, routing_statistics
+from moe_flax.parallel.mesh import DeviceAxes, Parameters, gather_embed
+from moe_flax.routing import Routing, route
+
+
+def moe_forward(
+    parameters: Parameters,
+    tokens: Float[Array, "t D"],
+    mask: Bool[Array, " t"],
+    axes: DeviceAxes,
+    num_tokens: int,
+    *,
+    config: MoEConfig,
+    precision: tp.Any = None,
+    backend: str = "auto",
+    expert_parallel: str = "auto",
+) -> tuple[Float[Array, "t D"], RoutingStatistics]:
+    """One device's tokens through the layer.
+
+    Args:
+      parameters: this device's share, by the names of ``sharding.LOGICAL_AXES``; router
+        parameters in float32, the rest in the dtype to compute in.
+      tokens: [t, D], in the dtype to compute in.
+      mask: [t], False for tokens that pad the batch: they cost nothing and count nowhere.
+      axes: the mesh axes that split parameters and tokens.
+      num_tokens: tokens of all devices, padding not counted.
+      config: the layer.
+      precision: of the products, see ``jax.lax.Precision``.
+      backend: of the experts' products.
+      expert_parallel: a strategy of ``moe_flax.parallel``, or "auto".
+
+    Returns:
+      [t, D], and the statistics summed over all devices that hold tokens.
+    """
+    parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
+    logits = router_logits(parameters, tokens)
+    routing, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
+
+    busy = dict.fromkeys((*axes.tokens, *axes.expert, *axes.mlp))  # an ordered set
+    tokens_in, routing_in, parameters = parallel.varying((tokens, routing, parameters), busy)
+    first = jnp.array(True)
+    if axes.mlp:  # a bias on the output is one device's to add
+        first = jax.lax.axis_index(axes.mlp) == 0
+    wo_bias = parameters.get("experts.wo_bias")
+    weights = parallel.ExpertWeights(
+        wi=parameters["experts.wi"],
+        wo=parameters["experts.wo"],
+        wi_bias=parameters.get("experts.wi_bias"),
+        wo_bias=None if wo_bias is None else jnp.where(first, wo_bias, 0),
+    )
+
+    def feed_forward(
+        tokens: jax.Array, routing: Routing, weights: parallel.ExpertWeights
+    ) -> jax.Array:
+        return expert_ffn(
+            tokens,
+            weights.wi,
+            weights.wo,
+            routing,
+            activation=config.activation,
+            wi_bias=weights.wi_bias,
+            wo_bias=weights.wo_bias,
+            precision=precision,
+            backend=backend,
+        )
+
+    rows = _strategy(expert_parallel, routing, axes)(
+        feed_forward, tokens_in, routing_in, weights, axes=axes.expert
+    )
+    if config.shared is not None:
+        shared = shared_ffn(parameters, tokens_in, config, config.shared, precision)
+        rows = 0.5 * (rows + shared) if config.shared.combine == "average" else rows + shared
+    if axes.mlp:
+        rows = jax.lax.psum(rows.astype(jnp.float32), axes.mlp)
+    rows = rows.astype(tokens.dtype)
+    if config.router.num_identity_experts:
+        rows = rows + _identity(tokens, routing, config)
+    return rows, statistics
+
+
+def router_logits(parameters: Parameters, tokens: Float[Array, "t D"]) -> Float[Array, "t E"]:
+    """The router's product, in float32 at the highest precision."""
+    logits = jnp.dot(
+        tokens.astype(jnp.float32),
+        parameters["router.kernel"].astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    bias = parameters.get("router.bias")
+    return logits if bias is None else logits + bias.astype(jnp.float32)
+
+
+def shared_ffn(
+    parameters: Parameters,
+    tokens: Float[Array, "t D"],
+    config: MoEConfig,
+    shared: SharedConfig,
+    precision: tp.Any = None,
+) -> Float[Array, "t D"]:
+    """The shared experts, gated by each token where the config says so."""
+    activation = resolve_activation(shared.activation or config.activation)
+    wi, wo = parameters["shared.wi"], parameters["shared.wo"]
+    hidden = activation(jnp.einsum("td,jds->tjs", tokens, wi, precision=precision))
+    rows = jnp.einsum("ts,sd->td", hidden, wo, precision=precision)
+    if shared.combine != "gated":
+        return rows
+    gate = jnp.dot(
+        tokens.astype(jnp.float32),
+        parameters["shared.gate"].astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return (rows * jax.nn.sigmoid(gate)).astype(rows.dtype)
+
+
+def _route(
+    parameters: Parameters,
+    logits: Float[Array, "t E"],
+    mask: Bool[Array, " t"],
+    axes: DeviceAxes,
+    num_tokens: int,
+    config: MoEConfig,
+) -> tuple[Routing, RoutingStatistics]:
+    """Routes this device's tokens, and counts what all devices' tokens chose."""
+    router, k = config.router, config.num_experts_per_token
+    chosen = route(
+        logits,
+        router,
+        k,
+        correction_bias=parameters.get("router.correction_bias"),
+        per_expert_scale=parameters.get("router.per_expert_scale"),
+    )
+    chosen = dataclasses.replace(
+        chosen,
+        expert_ids=jnp.where(mask[:, None], chosen.expert_ids, logits.shape[-1]),
+        weights=jnp.where(mask[:, None], chosen.weights, 0.0),
+    )
+    kept = chosen
+    if router.capacity_factor is not None:
+        capacity = expert_capacity(num_tokens, config.num_experts, k, router.capacity_factor)
+        kept = _within_capacity(chosen, capacity, axes, config)
+    statistics = routing_statistics(logits, chosen, config.num_experts, kept=kept, mask=mask)
+    if axes.tokens:
+        statistics = parallel.varying(statistics, axes.tokens)  # counts of constants do not vary
+        statistics = jax.tree.map(lambda s: jax.lax.psum(s, axes.tokens), statistics)
+    return kept, statistics
+
+
+def _within_capacity(
+    routing: Routing, capacity: int, axes: DeviceAxes, config: MoEConfig
+) -> Routing:
+    """Drops by the order of all tokens, whichever device holds them: the choices are few bytes."""
+    choices = Routing(routing.expert_ids, routing.weights, apply_to=routing.apply_to)
+    if axes.tokens:
+        choices = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axes.tokens, axis=0, tiled=True), choices
+        )
+    kept = apply_capacity(
+        choices,
+        config.num_experts,
+        capacity,
+        num_identity_experts=config.router.num_identity_experts,
+    )
+    if axes.tokens:
+        count = routing.expert_ids.shape[0]
+        start = jax.lax.axis_index(axes.tokens) * count
+        kept = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept
+        )
+    return dataclasses.replace(kept, probabilities=routing.probabilities)
+
+
+def _strategy(
+    name: str, routing: Routing, axes: DeviceAxes
+) -> parallel.Strategy:
+    if not axes.expert:
+        return parallel.none
+    split = set(axes.expert) & set(axes.tokens)
+    if not split:
+        return parallel.replicated
+    if split != set(axes.expert):
+        raise ValueError(
+            f"tokens are split over mesh axes {axes.tokens} and experts over {axes.expert}: all of"
+            " the experts' axes must split the tokens too, or none of them"
+        )
+    num_tokens, k = routing.expert_ids.shape
+    peers = jax.lax.axis_size(axes.expert)
+    return parallel.choose_strategy(name, num_tokens=num_tokens, k=k, peers=peers)
+
+
+def _identity(
+    tokens: Float[Array, "t D"], routing: Routing, config: MoEConfig
+) -> Float[Array, "t D"]:
+    """What identity experts give: the token itself times its weights for them."""
+    last = config.num_experts + config.router.num_identity_experts
+    chosen = (routing.expert_ids >= config.num_experts) & (routing.expert_ids < last)
+    share = jnp.sum(jnp.where(chosen, routing.weights, 0.0), axis=-1, keepdims=True)
+    return (share * tokens.astype(jnp.float32)).astype(tokens.dtype)

@@ -1,0 +1,171 @@
+"""Runs a per-device layer over a mesh: tokens and parameters split, results put back together."""
+
+import dataclasses
+import math
+import typing as tp
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from moe_flax.sharding import LOGICAL_AXES, MeshAxes, reshard
+
+Parameters: tp.TypeAlias = dict[str, jax.Array]  # by the names of LOGICAL_AXES
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceAxes:
+    """The manual mesh axes, on one device, that split E, D and F of what it holds, and tokens."""
+
+    expert: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ()
+    mlp: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+
+class Forward(tp.Protocol):
+    """A layer on one device: its rows of the result, and a pytree that all devices agree on."""
+
+    def __call__(
+        self,
+        parameters: Parameters,
+        tokens: Float[Array, "t D"],
+        mask: Bool[Array, " t"],
+        axes: DeviceAxes,
+        num_tokens: int,
+    ) -> tuple[Float[Array, "t D"], tp.Any]: ...
+
+
+def over_mesh(
+    forward: Forward,
+    parameters: Parameters,
+    shapes: tp.Mapping[str, tuple[int, ...]],
+    inputs: Float[Array, "... D"],
+    mask: Bool[Array, "..."],
+    axes: MeshAxes,
+) -> tuple[Float[Array, "... D"], tp.Any]:
+    """Calls ``forward`` on every device with its share of tokens and parameters.
+
+    Axes that are manual already (inside a caller's ``shard_map``) are used as they are: the
+    parameters' shapes there tell whether the caller split them.
+
+    Args:
+      forward: the layer on one device; ``num_tokens`` counts the tokens of all devices.
+      parameters: arrays by the names of ``LOGICAL_AXES``.
+      shapes: their whole shapes.
+      inputs: [..., D]; the number of tokens need not divide over the mesh.
+      mask: [...], False for tokens that do not count.
+      axes: the mesh and the use of its axes.
+    """
+    manual = frozenset(getattr(axes.mesh, "manual_axes", ()))
+    inside = _manual_axes(parameters, shapes, inputs, axes, manual)
+    outside = axes.without(manual)
+    everything = DeviceAxes(
+        expert=inside.expert + outside.expert,
+        embed=inside.embed + outside.embed,
+        mlp=inside.mlp + outside.mlp,
+        tokens=inside.tokens + outside.tokens,
+    )
+    num_tokens = math.prod(inputs.shape[:-1]) * axes.size(inside.tokens)
+    if not outside.all:
+        rows, rest = forward(parameters, *_flatten(inputs, mask), everything, num_tokens)
+        return rows.reshape(inputs.shape), rest
+
+    mesh = axes.mesh
+    weight_specs = {name: outside.spec(name, w.shape) for name, w in parameters.items()}
+    row_spec = PartitionSpec(outside.tokens or None)
+    padding = -math.prod(inputs.shape[:-1]) % outside.size(outside.tokens)
+    explicit = AxisType.Explicit in mesh.axis_types
+    home = jax.typeof(inputs).sharding.spec if explicit else PartitionSpec()
+    # Explicit shardings must divide at every step: rows lie as the leading dimension does, or,
+    # where padding changes their number, on every device.
+    between = PartitionSpec(home[0] if explicit and inputs.ndim > 1 and not padding else None)
+    if explicit:
+        inputs, mask = reshard(inputs, mesh, between), reshard(mask, mesh, between)
+        parameters = {n: reshard(w, mesh, weight_specs[n]) for n, w in parameters.items()}
+    tokens, flat_mask = _flatten(inputs, mask)
+    if padding:
+        tokens = jnp.pad(tokens, ((0, padding), (0, 0)))
+        flat_mask = jnp.pad(flat_mask, (0, padding))
+    if explicit:
+        tokens, flat_mask = (reshard(x, mesh, row_spec) for x in (tokens, flat_mask))
+
+    partly = set(outside.all) | manual != set(mesh.axis_names)
+    rows, rest = jax.shard_map(
+        lambda p, t, m: forward(p, t, m, everything, num_tokens),
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+        in_specs=(weight_specs, row_spec, row_spec),
+        out_specs=(row_spec, PartitionSpec()),
+        **({"axis_names": set(outside.all)} if partly else {}),
+    )(parameters, tokens, flat_mask)
+
+    if explicit:
+        rows = reshard(rows, mesh, between)
+    if padding:
+        rows = rows[: rows.shape[0] - padding]
+    rows = rows.reshape(inputs.shape)
+    return (reshard(rows, mesh, home) if explicit else rows), rest
+
+
+def _flatten(inputs: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return inputs.reshape(-1, inputs.shape[-1]), mask.reshape(-1)
+
+
+def gather_embed(name: str, parameter: jax.Array, axes: DeviceAxes) -> jax.Array:
+    """Brings a parameter's D together from the devices of ``axes.embed``.
+
+    The result varies over those devices only where the tokens do.
+    """
+    logical = LOGICAL_AXES[name]
+    if not axes.embed or "embed" not in logical:
+        return parameter
+    dimension = logical.index("embed")
+    if set(axes.embed) <= set(axes.tokens):
+        return jax.lax.all_gather(parameter, axes.embed, axis=dimension, tiled=True)
+    size = parameter.shape[dimension]
+    start = jax.lax.axis_index(axes.embed) * size
+    whole = list(parameter.shape)
+    whole[dimension] = size * jax.lax.axis_size(axes.embed)
+    placed = jax.lax.dynamic_update_slice_in_dim(
+        jax.lax.pcast(jnp.zeros(whole, parameter.dtype), axes.embed, to="varying"),
+        parameter,
+        start,
+        dimension,
+    )
+    return jax.lax.psum(placed, axes.embed)
+
+
+def _manual_axes(
+    parameters: Parameters,
+    shapes: tp.Mapping[str, tuple[int, ...]],
+    tokens: jax.Array,
+    axes: MeshAxes,
+    manual: frozenset[str],
+) -> DeviceAxes:
+    """Which of the caller's manual axes split the parameters and the tokens."""
+
+    def split(name: str, logical: tp.Literal["expert", "embed", "mlp"]) -> tuple[str, ...]:
+        names = tuple(axis for axis in getattr(axes, logical) if axis in manual)
+        dimension = LOGICAL_AXES[name].index(logical)
+        whole, here = shapes[name][dimension], parameters[name].shape[dimension]
+        if here == whole:
+            return ()
+        if here * axes.size(names) == whole:
+            return names
+        raise ValueError(
+            f"{name}: dimension {dimension} ({logical}) is {here} inside shard_map and {whole} in"
+            f" all; expected {whole} or {whole} / {axes.size(names)} (manual axes {names})"
+        )
+
+    varying = jax.typeof(tokens).manual_axis_type.varying
+    candidates = tuple(axis for axis in axes.tokens if axis in manual)
+    tracked = any(
+        jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying for axis in candidates
+    )  # False under check_vma=False: then tokens are taken to be split
+    return DeviceAxes(
+        expert=split("experts.wi", "expert"),
+        embed=split("experts.wi", "embed"),
+        mlp=split("experts.wi", "mlp"),
+        tokens=tuple(axis for axis in candidates if axis in varying or not tracked),
+    )

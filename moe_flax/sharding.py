@@ -1,0 +1,213 @@
+"""Logical axes to mesh axes: which part of a parameter, and which tokens, a device holds."""
+
+import dataclasses
+import math
+import types
+import typing as tp
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+AnyMesh: tp.TypeAlias = Mesh | AbstractMesh
+Rules: tp.TypeAlias = (
+    tp.Mapping[str, str | tp.Sequence[str] | None]
+    | tp.Sequence[tuple[str, str | tp.Sequence[str] | None]]
+)
+
+# Each mesh axis named here is used where the mesh has it; a caller's own rules must hold.
+DEFAULT_RULES: tp.Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "expert": ("expert",),
+        "embed": ("fsdp",),
+        "mlp": ("tensor",),
+        "tokens": ("data", "fsdp", "expert"),
+    }
+)
+
+LOGICAL_AXES: tp.Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
+    {
+        "router.kernel": ("embed", None),
+        "router.bias": (None,),
+        "router.correction_bias": (None,),
+        "router.per_expert_scale": (None,),
+        "experts.wi": ("expert", None, "embed", "mlp"),
+        "experts.wi_bias": ("expert", None, "mlp"),
+        "experts.wo": ("expert", "mlp", "embed"),
+        "experts.wo_bias": ("expert", "embed"),
+        "shared.wi": (None, "embed", "mlp"),
+        "shared.wo": ("mlp", "embed"),
+        "shared.gate": ("embed", None),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """A mesh, and the mesh axes each logical axis lies on; axes of size 1 are left out.
+
+    Attributes:
+      mesh: the mesh.
+      expert, embed, mlp: axes that split E, D and F of the parameters.
+      tokens: axes that split the tokens.
+    """
+
+    mesh: AnyMesh
+    expert: tuple[str, ...]
+    embed: tuple[str, ...]
+    mlp: tuple[str, ...]
+    tokens: tuple[str, ...]
+
+    def size(self, axes: tp.Iterable[str]) -> int:
+        """Devices along the given mesh axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every mesh axis in use, in the mesh's order."""
+        used = {*self.expert, *self.embed, *self.mlp, *self.tokens}
+        return tuple(axis for axis in self.mesh.axis_names if axis in used)
+
+    def without(self, names: tp.Collection[str]) -> "MeshAxes":
+        """The same less the mesh axes given."""
+
+        def rest(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if axis not in names)
+
+        return MeshAxes(
+            self.mesh, rest(self.expert), rest(self.embed), rest(self.mlp), rest(self.tokens)
+        )
+
+    def spec(self, parameter: str, shape: tp.Sequence[int]) -> PartitionSpec:
+        """The PartitionSpec of a parameter.
+
+        Args:
+          parameter: a name of ``LOGICAL_AXES``, such as "experts.wi".
+          shape: its whole shape.
+
+        Raises:
+          ValueError: a size is not a multiple of the devices that share it.
+        """
+        entries = []
+        for dimension, (size, logical) in enumerate(
+            zip(shape, LOGICAL_AXES[parameter], strict=True)
+        ):
+            axes = getattr(self, logical) if logical else ()
+            if size % self.size(axes):
+                raise ValueError(
+                    f"{parameter} of shape {tuple(shape)}: dimension {dimension} ({logical}) of"
+                    f" size {size} does not divide over mesh axes"
+                    f" {({axis: self.mesh.shape[axis] for axis in axes})}; change the size, the"
+                    " mesh, or the rules"
+                )
+            entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
+        return PartitionSpec(*entries)
+
+
+def active_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
+    """The mesh given, else the one in scope (``jax.set_mesh``), else None.
+
+    Inside a caller's ``shard_map`` the one in scope wins: it knows which axes are manual.
+    """
+    scope = jax.sharding.get_abstract_mesh()
+    if not scope.empty and (mesh is None or scope.manual_axes):
+        return scope
+    return mesh
+
+
+def resolve_axes(mesh: AnyMesh, rules: Rules | None = None) -> MeshAxes:
+    """Looks up which mesh axes the logical axes lie on.
+
+    Args:
+      mesh: any mesh, of Auto, Explicit or Manual axes.
+      rules: logical axis ("expert", "embed", "mlp", "tokens") to a mesh axis, several, or None.
+        What is not named keeps its default.
+
+    Raises:
+      ValueError: a rule names an unknown logical or mesh axis, or one mesh axis would split two
+        dimensions of a parameter, or both tokens and "mlp".
+    """
+    given = _normalize(rules)
+    axes: dict[str, tuple[str, ...]] = {}
+    for logical, default in DEFAULT_RULES.items():
+        names = given.get(logical, default)
+        missing = [name for name in names if name not in mesh.axis_names]
+        if missing and logical in given:
+            raise ValueError(
+                f"rule {logical!r} -> {names}: no mesh axis {missing}; the mesh has"
+                f" {dict(mesh.shape)}"
+            )
+        axes[logical] = tuple(name for name in names if name in mesh.axis_names)
+    for parameter, first, second in (
+        ("experts.wi", "expert", "embed"),
+        ("experts.wi", "expert", "mlp"),
+        ("experts.wi", "embed", "mlp"),
+        ("tokens and experts.wi", "tokens", "mlp"),
+    ):
+        twice = set(axes[first]) & set(axes[second])
+        if twice:
+            raise ValueError(
+                f"{parameter}: mesh axis {sorted(twice)} is asked for by both {first!r} and"
+                f" {second!r}; the mesh has {dict(mesh.shape)}"
+            )
+    trimmed = {
+        logical: tuple(name for name in names if mesh.shape[name] > 1)
+        for logical, names in axes.items()
+    }
+    return MeshAxes(mesh=mesh, **trimmed)
+
+
+def flax_rules(rules: Rules | None) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
+    """The rules for parameters in the form that Flax's ``sharding_rules`` metadata takes."""
+    merged = {**DEFAULT_RULES, **_normalize(rules)}
+    return tuple(
+        (logical, names if len(names) > 1 else names[0] if names else None)
+        for logical, names in merged.items()
+        if logical != "tokens"
+    )
+
+
+def _normalize(rules: Rules | None) -> dict[str, tuple[str, ...]]:
+    pairs = list(rules.items() if isinstance(rules, tp.Mapping) else rules or ())
+    result: dict[str, tuple[str, ...]] = {}
+    for logical, names in pairs:
+        if logical not in DEFAULT_RULES:
+            raise ValueError(
+                f"unknown logical axis {logical!r} in rules; allowed: {sorted(DEFAULT_RULES)}"
+            )
+        if logical in result:
+            raise ValueError(f"rules name logical axis {logical!r} twice: {pairs}")
+        names = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+        if len(set(names)) != len(names):
+            raise ValueError(f"rule {logical!r} -> {names} asks for one mesh axis twice")
+        result[logical] = names
+    return result
+
+
+def mesh_platform(mesh: AnyMesh | None) -> str | None:
+    """The platform of a mesh's devices ("cpu", "gpu", "tpu"), None where it is not known."""
+    if isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
+        return "gpu" if platform == "cuda" else platform
+    return None
+
+
+def reshard(x: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
+    """Moves x to a sharding: a reshard on Explicit axes, a constraint on Auto ones."""
+    used = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
+    types_ = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds = {types_[name] for name in used if name is not None}
+    sharding = NamedSharding(mesh, spec)
+    if kinds == {AxisType.Auto} or (not kinds and AxisType.Explicit not in types_.values()):
+        return jax.lax.with_sharding_constraint(x, sharding)
+    return jax.sharding.reshard(x, sharding)
+
+
+def place(
+    make: tp.Callable[[jax.Array], jax.Array], key: jax.Array, sharding: NamedSharding | None
+) -> jax.Array:
+    """Makes an array from a random key directly in its sharding: no device holds it whole."""
+    if sharding is None:
+        return make(key)
+    if isinstance(key, jax.core.Tracer) or isinstance(sharding.mesh, AbstractMesh):
+        return reshard(make(key), sharding.mesh, sharding.spec)
+    return jax.jit(make, out_shardings=sharding)(key)
