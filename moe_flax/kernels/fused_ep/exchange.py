@@ -5,6 +5,7 @@ A wait names a number of rows: its descriptor covers that many rows of a buffer 
 """
 
 import dataclasses
+import math
 import typing as tp
 
 import jax
@@ -23,14 +24,27 @@ class Exchange:
     """What the copies of a kernel need to know of the mesh.
 
     Args:
-      axis: name of the expert axis.
-      sources: devices on it, P.
+      axes: the mesh axes that experts are split over, the slowest first.
+      sizes: devices along each of them; P is their product.
       local_experts: experts a device holds, L.
     """
 
-    axis: str
-    sources: int
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     local_experts: int
+
+    @property
+    def sources(self) -> int:
+        """Devices that send rows here, this one among them: P."""
+        return math.prod(self.sizes)
+
+    def device_id(self, index) -> dict[str, tp.Any]:
+        """The mesh coordinates of device ``index``; axes not named are the sender's own."""
+        coordinates = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            coordinates[axis] = jax.lax.rem(index, size)
+            index = jax.lax.div(index, size)
+        return coordinates
 
     @property
     def arrival_group(self) -> int:
@@ -65,7 +79,7 @@ def no_count(name: str, amount=1) -> None:
 
 def _signal_all(exchange: Exchange, semaphore) -> None:
     def signal(peer, carry):
-        pl.semaphore_signal(semaphore, 1, device_id={exchange.axis: peer})
+        pl.semaphore_signal(semaphore, 1, device_id=exchange.device_id(peer))
         return carry
 
     jax.lax.fori_loop(0, exchange.sources, signal, 0)
@@ -98,7 +112,7 @@ def send_all(exchange: Exchange, plan: ExchangePlan, rows, received, sems: Semap
 
     Destinations are rotated by the device's own index, so that no device is everyone's first.
     """
-    me = jax.lax.axis_index(exchange.axis)
+    me = jax.lax.axis_index(exchange.axes)
     sources, local = exchange.sources, exchange.local_experts
 
     def send(step, carry):
@@ -117,7 +131,7 @@ def send_all(exchange: Exchange, plan: ExchangePlan, rows, received, sems: Semap
         @pl.when((number > 0) & (turn > 0))
         def _():
             pltpu.make_async_remote_copy(
-                source, target, sems.sent, arrived, device_id={exchange.axis: peer}
+                source, target, sems.sent, arrived, device_id=exchange.device_id(peer)
             ).start()
             count("remote_sends")
             count("remote_rows", number)
@@ -146,7 +160,7 @@ def return_expert(
     exchange: Exchange, plan: ExchangePlan, expert, results, home, sems: Semaphores, count
 ):
     """Starts the way back of one local expert's rows, one block a source."""
-    me = jax.lax.axis_index(exchange.axis)
+    me = jax.lax.axis_index(exchange.axes)
     sources = exchange.sources
 
     def give_back(turn, carry):
@@ -163,7 +177,7 @@ def return_expert(
         @pl.when((number > 0) & (turn > 0))
         def _():
             pltpu.make_async_remote_copy(
-                source, target, sems.returned, sems.home, device_id={exchange.axis: peer}
+                source, target, sems.returned, sems.home, device_id=exchange.device_id(peer)
             ).start()
             count("remote_returns")
             count("returned_rows", number)
@@ -188,6 +202,12 @@ def drain_returns(plan: ExchangePlan, results, home, sems: Semaphores) -> None:
     _, _, returned, come_home, _ = _totals(plan)
     wait_rows(results, returned, sems.returned)
     wait_rows(home, come_home, sems.home)
+
+
+def like(array: jax.Array, shape: tuple[int, ...], dtype=None) -> jax.ShapeDtypeStruct:
+    """An output of a kernel that varies over the mesh axes that ``array`` varies over."""
+    kind = jax.typeof(array).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype or array.dtype, manual_axis_type=kind)
 
 
 def plan_specs() -> ExchangePlan:
@@ -225,7 +245,7 @@ def dispatch(exchange: Exchange, plan: ExchangePlan, rows, capacity: int, *, int
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((capacity, *rows.shape[1:]), rows.dtype),
+        out_shape=like(rows, (capacity, *rows.shape[1:])),
         in_specs=[plan_specs(), hbm],
         out_specs=hbm,
         scratch_shapes=[semaphores(exchange)],
@@ -255,7 +275,7 @@ def give_back(exchange: Exchange, plan: ExchangePlan, results, home, *, interpre
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(home.shape, home.dtype),
+        out_shape=like(home, home.shape),
         in_specs=[plan_specs(), hbm, hbm],
         out_specs=hbm,
         scratch_shapes=[semaphores(exchange)],

@@ -136,41 +136,49 @@ class Scratch(tp.NamedTuple):
     wo: Weights
     wi_tail: tp.Any  # columns that fill no whole lanes, [branches, D, rest]; None where there are none
     wo_tail: tp.Any
-    packed_sem: tp.Any
-    wi_sem: tp.Any
-    wo_sem: tp.Any
-    results_sem: tp.Any
-    exchange: ex.Semaphores
+    packed_sem: tp.Any = None
+    wi_sem: tp.Any = None
+    wo_sem: tp.Any = None
+    results_sem: tp.Any = None
+    exchange: tp.Any = None
 
 
-def ffn_scratch(ffn: FFN, exchange: ex.Exchange) -> Scratch:
-    """The kernel's scratch; ``blocks.vmem_bytes`` sums up the same shapes."""
-    f32, dma = jnp.float32, pltpu.SemaphoreType.DMA
-    out = ffn.halves * ffn.feature_block
+def vmem_shapes(ffn: FFN) -> Scratch:
+    """(shape, dtype) of everything the kernel keeps in VMEM; None where it needs none."""
+    f32, out = jnp.dtype(jnp.float32), ffn.halves * ffn.feature_block
+    words, weights = word_dtype(ffn.dtype), ffn.weight_dtype
+    wi_block = (2, ffn.branches, ffn.wi_depth, ffn.hidden_block)
+    wi_rest, wo_rest = ffn.hidden % LANES, ffn.features % LANES
 
-    def operands(weight, scales, columns):
-        *batch, _, _ = weight
+    def operands(block, scales: int, bias: bool):
+        *batch, _, columns = block
         return Weights(
-            pltpu.VMEM(weight, ffn.weight_dtype),
-            pltpu.VMEM((*batch, scales, columns), f32) if scales else None,
-            pltpu.VMEM((*batch, 1, columns), f32),
+            (block, weights),
+            ((*batch, scales, columns), f32) if scales else None,
+            ((*batch, 1, columns), f32) if bias else None,
         )
 
-    wi = operands((2, ffn.branches, ffn.wi_depth, ffn.hidden_block), ffn.wi_scales, ffn.hidden_block)
-    wo = operands((2, ffn.wo_depth, out), ffn.wo_scales, out)
-    wi_rest, wo_rest = ffn.hidden % LANES, ffn.features % LANES
     return Scratch(
-        packed=pltpu.VMEM((2, ffn.rows, 1, ffn.words), word_dtype(ffn.dtype)),
-        features=pltpu.VMEM((ffn.rows, ffn.wi_depth), ffn.dtype),
-        branches=pltpu.VMEM((ffn.branches, ffn.rows, ffn.hidden_block), f32),
-        hidden=pltpu.VMEM((ffn.rows, ffn.hidden_width), ffn.dtype),
-        results=pltpu.VMEM((ffn.rows, 1, ffn.words), word_dtype(ffn.dtype)),
-        wi=wi if ffn.wi_bias else wi._replace(bias=None),
-        wo=wo if ffn.wo_bias else wo._replace(bias=None),
-        wi_tail=pltpu.VMEM((ffn.branches, ffn.features, wi_rest), ffn.weight_dtype)
-        if wi_rest
-        else None,
-        wo_tail=pltpu.VMEM((ffn.hidden, wo_rest), ffn.weight_dtype) if wo_rest else None,
+        packed=((2, ffn.rows, 1, ffn.words), words),
+        features=((ffn.rows, ffn.wi_depth), ffn.dtype),
+        branches=((ffn.branches, ffn.rows, ffn.hidden_block), f32),
+        hidden=((ffn.rows, ffn.hidden_width), ffn.dtype),
+        results=((ffn.rows, 1, ffn.words), words),
+        wi=operands(wi_block, ffn.wi_scales, ffn.wi_bias),
+        wo=operands((2, ffn.wo_depth, out), ffn.wo_scales, ffn.wo_bias),
+        wi_tail=((ffn.branches, ffn.features, wi_rest), weights) if wi_rest else None,
+        wo_tail=((ffn.hidden, wo_rest), weights) if wo_rest else None,
+    )
+
+
+def _ffn_scratch(ffn: FFN, exchange: ex.Exchange) -> Scratch:
+    dma = pltpu.SemaphoreType.DMA
+    buffers = jax.tree.map(
+        lambda buffer: pltpu.VMEM(*buffer),
+        vmem_shapes(ffn),
+        is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], jnp.dtype),
+    )
+    return buffers._replace(
         packed_sem=dma((2,)),
         wi_sem=dma((2,)),
         wo_sem=dma((2,)),
@@ -294,10 +302,11 @@ def _product(rows, weight, dtype):
 
 def _load(weight, scale, window: int, dtype) -> jax.Array:
     """A block's columns as the product's operand; windows shorter than it are scaled here."""
-    if weight.dtype == dtype:
+    windowed = scale is not None and scale.shape[0] > 1
+    if weight.dtype == dtype and not windowed:
         return weight
     weight = weight.astype(jnp.float32)
-    if scale is not None and scale.shape[0] > 1:
+    if windowed:
         windows, columns = scale.shape
         depth = windows * window
         scaled = weight[:depth].reshape(windows, window, columns) * scale[:, None, :]
@@ -603,16 +612,16 @@ def fused_ffn(
     )
     row = rows.shape[1:]
     out = [
-        jax.ShapeDtypeStruct(rows.shape, rows.dtype),
-        jax.ShapeDtypeStruct((capacity, *row), rows.dtype),
-        jax.ShapeDtypeStruct((len(STATS),), jnp.int32) if traffic else None,
+        ex.like(rows, rows.shape),
+        ex.like(rows, (capacity, *row)),
+        ex.like(rows, (len(STATS),), jnp.int32) if traffic else None,
     ]
     results = pl.pallas_call(
         functools.partial(_kernel, ffn, exchange, _counter if traffic else lambda _: ex.no_count),
         out_shape=out,
         in_specs=specs,
         out_specs=[hbm, hbm, smem if traffic else None],
-        scratch_shapes=[ffn_scratch(ffn, exchange)],
+        scratch_shapes=[_ffn_scratch(ffn, exchange)],
         input_output_aliases={} if home is None else {len(jax.tree.leaves(arrays)) - 1: 0},
         compiler_params=ex.compiler_params(exchange, vmem_limit_bytes),
         interpret=interpret,
