@@ -181,7 +181,8 @@ def choose_blocks(
 
 def _block_score(ffn: FFN) -> tuple[float, ...]:
     """Prefers full MXU columns and blocks up to 8 MiB, then fewer products in one body."""
-    wi, wo = (padded_bytes(shapes[0][0][1:], ffn.weight_dtype) for shapes in vmem_shapes(ffn)[5:7])
+    shapes = vmem_shapes(ffn)
+    wi, wo = (padded_bytes(each.weight[0][1:], ffn.weight_dtype) for each in (shapes.wi, shapes.wo))
     return (
         min(ffn.hidden_block, 256) + min(ffn.halves * ffn.feature_block, 256),
         min(wi, 8 * MIB) + min(wo, 8 * MIB),

@@ -129,9 +129,10 @@ class Scratch(tp.NamedTuple):
 
     packed: tp.Any  # [2, rows, 1, words]: tiles as they arrive
     features: tp.Any  # [rows, wi_depth]: the tile at work
-    branches: tp.Any  # [branches, rows, hidden_block] float32: the first product
+    gate: tp.Any  # [rows, hidden_block] float32: the activated gate; None where there is none
     hidden: tp.Any  # [rows, hidden_width]
-    results: tp.Any  # [rows, 1, words]
+    outputs: tp.Any  # [rows, halves * words] float32: the second product
+    results: tp.Any  # [rows, 1, words]: the tile before, on its way out
     wi: Weights  # two blocks each
     wo: Weights
     wi_tail: tp.Any  # columns that fill no whole lanes, [branches, D, rest]; None where there are none
@@ -161,8 +162,9 @@ def vmem_shapes(ffn: FFN) -> Scratch:
     return Scratch(
         packed=((2, ffn.rows, 1, ffn.words), words),
         features=((ffn.rows, ffn.wi_depth), ffn.dtype),
-        branches=((ffn.branches, ffn.rows, ffn.hidden_block), f32),
+        gate=((ffn.rows, ffn.hidden_block), f32) if ffn.branches == 2 else None,
         hidden=((ffn.rows, ffn.hidden_width), ffn.dtype),
+        outputs=((ffn.rows, ffn.halves * ffn.words), f32),
         results=((ffn.rows, 1, ffn.words), words),
         wi=operands(wi_block, ffn.wi_scales, ffn.wi_bias),
         wo=operands((2, ffn.wo_depth, out), ffn.wo_scales, ffn.wo_bias),
@@ -329,52 +331,51 @@ def _columns(ref, slot, *rest):
 
 
 class _Compute:
-    """The two phases on one tile of ``rows`` rows."""
+    """The two phases on one tile of ``rows`` rows.
+
+    The tile's neighbours ride along: blocks of the first product also pack the results of the
+    tile before, blocks of the second unpack the tile after. Both are work for the vector units
+    and the scheduler has it done while the MXUs multiply.
+    """
 
     def __init__(self, ffn: FFN, scratch: Scratch, rows: int):
         self.ffn, self.scratch, self.rows = ffn, scratch, rows
 
-    def unpack(self, slot) -> None:
-        """Packed words to features; what a pair holds past D is zero and stays so."""
-        ffn, packed = self.ffn, self.scratch.packed[slot, : self.rows, 0, :]
-        features = self.scratch.features
-        if ffn.halves == 1:
-            features[: self.rows, : ffn.words] = packed
-        else:
-            low = jax.lax.bitcast_convert_type(packed << 16, jnp.float32)
-            high = jax.lax.bitcast_convert_type(packed & jnp.uint32(0xFFFF0000), jnp.float32)
-            width = min(2 * ffn.words, ffn.wi_depth) - ffn.words
-            features[: self.rows, : ffn.words] = low.astype(ffn.dtype)
-            if width > 0:
-                high = high[:, :width].astype(ffn.dtype)
-                features[: self.rows, ffn.words : ffn.words + width] = high
-        filled = min(ffn.halves * ffn.words, ffn.wi_depth)
-        if filled < ffn.wi_depth:
-            features[: self.rows, filled:] = jnp.zeros(
-                (self.rows, ffn.wi_depth - filled), ffn.dtype
-            )
-
     def first(self, index, slot) -> None:
         ffn, rows, (weight, scale, bias) = self.ffn, self.rows, self.scratch.wi
-        for start, width in _chunks(ffn.hidden_block):
+        chunks = _chunks(ffn.hidden_block)
+        pieces = _pieces(index, ffn.hidden_blocks, ffn.rows)
+        shares = len(chunks) * ffn.branches
+        for number, (start, width) in enumerate(chunks):
             columns = pl.ds(start, width)
+            hidden = None
             for branch in range(ffn.branches):
                 scales = _columns(scale, slot, branch, slice(None), columns)
                 loaded = _load(weight[slot, branch, :, columns], scales, ffn.wi_window, ffn.dtype)
                 product = _product(self.scratch.features[:rows], loaded, ffn.dtype)
                 biases = _columns(bias, slot, branch, slice(None), columns)
-                self.scratch.branches[branch, :rows, columns] = _finish(product, scales, biases)
-            parts = [self.scratch.branches[b, :rows, columns] for b in range(ffn.branches)]
-            hidden = ffn.activation.combine(*parts)
+                product = _finish(product, scales, biases)
+                if ffn.branches == 1:
+                    hidden = ffn.activation.activate(product)
+                elif branch == 0:
+                    self.scratch.gate[:rows, columns] = ffn.activation.activate(product)
+                else:
+                    gate = self.scratch.gate[:rows, columns]
+                    hidden = ffn.activation.multiply(gate, product)
+                for piece in pieces[number * ffn.branches + branch :: shares]:
+                    pack(ffn, self.scratch, piece)
             first_column = pl.multiple_of(index * ffn.hidden_block + start, LANES)
             if ffn.hidden % ffn.hidden_block:
                 column = jax.lax.broadcasted_iota(jnp.int32, hidden.shape, 1) + first_column
                 hidden = jnp.where(column < ffn.hidden, hidden, 0)
             self.scratch.hidden[:rows, pl.ds(first_column, width)] = hidden.astype(ffn.dtype)
 
-    def second(self, index, slot) -> None:
+    def second(self, index, slot, packed_slot) -> None:
         ffn, rows, (weight, scale, bias) = self.ffn, self.rows, self.scratch.wo
+        for piece in _pieces(index, ffn.feature_blocks, ffn.rows):
+            unpack(ffn, self.scratch, packed_slot, piece)
         hidden = self.scratch.hidden[:rows, : ffn.wo_depth]
+        block = ffn.feature_block
 
         def columns_of(start, width):
             columns = pl.ds(start, width)
@@ -383,20 +384,53 @@ class _Compute:
             biases = _columns(bias, slot, slice(None), columns)
             return _finish(_product(hidden, loaded, ffn.dtype), scales, biases)
 
-        def write(start, words):
-            place = pl.multiple_of(index * ffn.feature_block + start, LANES)
-            self.scratch.results[:rows, 0, pl.ds(place, words.shape[1])] = words
+        def write(half, start, outputs):
+            place = half * ffn.words + index * block + start
+            place = pl.ds(pl.multiple_of(place, LANES), outputs.shape[1])
+            self.scratch.outputs[:rows, place] = outputs
 
-        block = ffn.feature_block
-        if ffn.halves == 1:
-            for start, width in _chunks(block):
-                write(start, columns_of(start, width))
-        elif 2 * block <= COLUMNS:
+        if ffn.halves == 2 and 2 * block <= COLUMNS:
             both = columns_of(0, 2 * block)
-            write(0, _pair(both[:, :block], both[:, block:]))
-        else:
+            write(0, 0, both[:, :block])
+            write(1, 0, both[:, block:])
+            return
+        for half in range(ffn.halves):
             for start, width in _chunks(block):
-                write(start, _pair(columns_of(start, width), columns_of(block + start, width)))
+                write(half, start, columns_of(half * block + start, width))
+
+
+def _pieces(index, blocks: int, rows: int) -> list:
+    """The rows that block ``index`` of ``blocks`` packs or unpacks, in pieces of up to 32.
+
+    Where the blocks do not divide the rows the last ones do some again.
+    """
+    share = round_up(-(-rows // blocks), 16)
+    start = 0 if blocks == 1 else pl.multiple_of(jnp.minimum(index * share, rows - share), 16)
+    return [pl.ds(start + row, min(32, share - row)) for row in range(0, share, 32)]
+
+
+def unpack(ffn: FFN, scratch: Scratch, slot, rows) -> None:
+    """Packed words of some rows to features; what a row holds past D is zero and stays so."""
+    packed, features = scratch.packed[slot, rows, 0, :], scratch.features
+    if ffn.halves == 1:
+        features[rows, : ffn.words] = packed
+    else:
+        low = jax.lax.bitcast_convert_type(packed << 16, jnp.float32)
+        high = jax.lax.bitcast_convert_type(packed & jnp.uint32(0xFFFF0000), jnp.float32)
+        width = min(2 * ffn.words, ffn.wi_depth) - ffn.words
+        features[rows, : ffn.words] = low.astype(ffn.dtype)
+        if width > 0:
+            features[rows, ffn.words : ffn.words + width] = high[:, :width].astype(ffn.dtype)
+
+
+def pack(ffn: FFN, scratch: Scratch, rows) -> None:
+    """Float32 outputs of some rows to packed words."""
+    for start, width in _chunks(ffn.words):
+        outputs = scratch.outputs[rows, start : start + width]
+        if ffn.halves == 2:
+            high = scratch.outputs[rows, ffn.words + start : ffn.words + start + width]
+            outputs = _pair(outputs, high)
+        scratch.results[rows, 0, start : start + width] = outputs
 
 
 def _pair(low: jax.Array, high: jax.Array) -> jax.Array:
@@ -417,6 +451,10 @@ def _clear_padding(ffn: FFN, scratch: Scratch) -> None:
         if used < depth:
             shape = (*buffer.shape[:-2], depth - used, buffer.shape[-1])
             buffer[..., used:, :] = jnp.zeros(shape, buffer.dtype)
+    filled = min(ffn.halves * ffn.words, ffn.wi_depth)
+    if filled < ffn.wi_depth:
+        width = ffn.wi_depth - filled
+        scratch.features[:, filled:] = jnp.zeros((ffn.rows, width), ffn.dtype)
     if ffn.hidden_blocks * ffn.hidden_block < ffn.wo_depth:
         start = ffn.hidden_blocks * ffn.hidden_block
         scratch.hidden[:, start:] = jnp.zeros((ffn.rows, ffn.hidden_width - start), ffn.dtype)
@@ -471,8 +509,9 @@ def _kernel(
             )
             low = height
 
-    def retire(expert, row, number):
+    def retire(expert, row):
         """The tile's results are in HBM; after an expert's last tile they set out."""
+        number = rows_of(expert, row)
         result_copy(expert, row, number).wait()
 
         @pl.when(row + number == plan.expert_rows[expert])
@@ -480,17 +519,26 @@ def _kernel(
             ex.return_expert(exchange, plan, expert, received, home, sems, count)
 
     def tile(step, state):
-        expert, row, last_expert, last_row = state
+        (expert, row), last, before_last = state
         number = rows_of(expert, row)
-        slot = step % 2
+        slot = 1 - step % 2  # of the tile after
         more = row + number < plan.expert_rows[expert]
         following = step + 1 < tiles
         next_expert = jnp.where(more, expert, plan.next_expert[expert])
         next_row = jnp.where(more, row + number, 0)
         count("tiles")
 
-        tile_copy(expert, row, number, slot).wait()
-        by_height(number, lambda compute: compute.unpack(slot))
+        @pl.when(step > 1)
+        def _():
+            retire(*before_last)
+
+        @pl.when(following)
+        def _():
+            @pl.when(next_expert // exchange.arrival_group != expert // exchange.arrival_group)
+            def _():
+                ex.wait_arrivals(exchange, plan, received, next_expert, sems)
+
+            tile_copy(next_expert, next_row, rows_of(next_expert, next_row), slot).start()
 
         def first_block(index, carry):
             block = step * ffn.hidden_blocks + index
@@ -512,15 +560,11 @@ def _kernel(
 
         @pl.when(step > 0)
         def _():
-            retire(last_expert, last_row, rows_of(last_expert, last_row))
+            result_copy(*last, rows_of(*last)).start()
 
         @pl.when(following)
         def _():
-            @pl.when(next_expert // exchange.arrival_group != expert // exchange.arrival_group)
-            def _():
-                ex.wait_arrivals(exchange, plan, received, next_expert, sems)
-
-            tile_copy(next_expert, next_row, rows_of(next_expert, next_row), 1 - slot).start()
+            tile_copy(next_expert, next_row, rows_of(next_expert, next_row), slot).wait()
 
         def second_block(index, carry):
             block = step * ffn.feature_blocks + index
@@ -535,21 +579,31 @@ def _kernel(
                 streams.first(next_expert, 0, (step + 1) * ffn.hidden_blocks % 2, wait=False)
 
             streams.second(expert, index, now, wait=True)
-            by_height(number, lambda compute: compute.second(index, now))
+            by_height(number, lambda compute: compute.second(index, now, slot))
             return carry
 
         jax.lax.fori_loop(0, ffn.feature_blocks, second_block, 0)
-        result_copy(expert, row, number).start()
-        return next_expert, next_row, expert, row
+        return (next_expert, next_row), (expert, row), last
 
     @pl.when(tiles > 0)
     def _():
-        ex.wait_arrivals(exchange, plan, received, first_expert, sems)
-        tile_copy(first_expert, 0, rows_of(first_expert, 0), 0).start()
         zero = jnp.int32(0)
-        state = (first_expert, zero, first_expert, zero)
-        _, _, last_expert, last_row = jax.lax.fori_loop(0, tiles, tile, state)
-        retire(last_expert, last_row, rows_of(last_expert, last_row))
+        start = (first_expert, zero)
+        ex.wait_arrivals(exchange, plan, received, first_expert, sems)
+        tile_copy(*start, rows_of(*start), 0).start()
+        tile_copy(*start, rows_of(*start), 0).wait()
+        for piece in _pieces(0, 1, ffn.rows):
+            unpack(ffn, scratch, 0, piece)
+        _, last, before_last = jax.lax.fori_loop(0, tiles, tile, (start, start, start))
+
+        @pl.when(tiles > 1)
+        def _():
+            retire(*before_last)
+
+        for piece in _pieces(0, 1, ffn.rows):
+            pack(ffn, scratch, piece)
+        result_copy(*last, rows_of(*last)).start()
+        retire(*last)
 
     ex.drain_sends(plan, rows, sems)
     ex.drain_returns(plan, received, home, sems)
