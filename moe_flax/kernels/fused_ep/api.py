@@ -33,6 +33,7 @@ def fused_ep_moe(
     wo_bias: Float[Array, "E D"] | None = None,
     block_sizes: BlockSizes | None = None,
     chip: str | None = None,
+    method: str = "auto",
     backend: str = "auto",
     interpret: tp.Any = False,
     traffic: bool = False,
@@ -62,8 +63,11 @@ def fused_ep_moe(
       wo_bias: [E, D].
       block_sizes: BlockSizes; what is None in it is chosen by the VMEM model.
       chip: "v5e", "v5p", "v6e" or "tpu7x"; None takes that of the mesh's devices.
-      backend: of the grouped products in the backward pass.
-      interpret: as for ``pallas_call``.
+      method: "fused"; "replicated": all tokens on every device and one reduce-scatter, for short
+        batches; "auto": what the cost model predicts to be faster ("fused" in the interpreter).
+      backend: of the grouped products of the backward pass and of "replicated".
+      interpret: as for ``pallas_call``; True is Pallas' TPU interpreter, which blocks a thread a
+        device: set the environment's NPROC above the number of devices.
       traffic: return counts of the copies started, [devices, len(kernel.STATS)], instead.
 
     Returns:
@@ -105,9 +109,7 @@ def fused_ep_moe(
     ids = jnp.where(ids < 0, num_experts, ids)
     ids = jnp.where(ids >= num_experts, num_experts + filled, ids)
     ids = jnp.pad(ids, ((0, extra), (0, 0)), constant_values=num_experts + filled)
-    tokens, weights = (
-        jnp.pad(x, ((0, extra), (0, 0))) for x in (tokens, weights)
-    )
+    tokens, weights = (jnp.pad(x, ((0, extra), (0, 0))) for x in (tokens, weights))
     operands = [wi, wo, wi_scale, wo_scale, wi_bias, wo_bias]
     if filled:
         operands = [
@@ -145,6 +147,7 @@ def fused_ep_moe(
             wo_bias=wo_bias,
             block_sizes=block_sizes,
             chip=chip,
+            method=method,
             backend=backend,
             interpret=interpret,
             traffic=traffic,

@@ -24,7 +24,7 @@ class Chip:
       hbm_bytes_per_second: HBM reads of a core.
       ici_bytes_per_second: what a core sends to all its neighbours together, one way.
       clock: cycles a second.
-      product_cycles: cycles a bf16 product of 16 rows (8 on v5e and v5p) takes of all MXUs.
+      bf16_flops: FLOP a second of its MXUs.
       cores: cores that one JAX device stands for; a kernel runs on one of them.
     """
 
@@ -208,7 +208,9 @@ def _check_given(ffn: FFN, given: BlockSizes) -> None:
         ("receive_rows", given.receive_rows, 1),
     ):
         if value is not None and (value < 1 or value % unit):
-            raise ValueError(f"block_sizes.{name} must be a positive multiple of {unit}, got {value}")
+            raise ValueError(
+                f"block_sizes.{name} must be a positive multiple of {unit}, got {value}"
+            )
     if given.features and ffn.words % given.features:
         raise ValueError(
             f"block_sizes.features={given.features} must divide the {ffn.words} words of a packed"

@@ -135,7 +135,9 @@ class Scratch(tp.NamedTuple):
     results: tp.Any  # [rows, 1, words]: the tile before, on its way out
     wi: Weights  # two blocks each
     wo: Weights
-    wi_tail: tp.Any  # columns that fill no whole lanes, [branches, D, rest]; None where there are none
+    wi_tail: (
+        tp.Any
+    )  # columns that fill no whole lanes, [branches, D, rest]; None where there are none
     wo_tail: tp.Any
     packed_sem: tp.Any = None
     wi_sem: tp.Any = None
@@ -313,8 +315,10 @@ def _load(weight, scale, window: int, dtype) -> jax.Array:
         depth = windows * window
         scaled = weight[:depth].reshape(windows, window, columns) * scale[:, None, :]
         scaled = scaled.reshape(depth, columns)
-        weight = scaled if depth == weight.shape[0] else jnp.pad(
-            scaled, ((0, weight.shape[0] - depth), (0, 0))
+        weight = (
+            scaled
+            if depth == weight.shape[0]
+            else jnp.pad(scaled, ((0, weight.shape[0] - depth), (0, 0)))
         )
     return weight.astype(dtype)
 

@@ -8,11 +8,14 @@ import typing as tp
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
 from moe_flax.activations import Activation, resolve_activation
+from moe_flax.experts import expert_ffn
 from moe_flax.kernels.fused_ep import exchange as ex
 from moe_flax.kernels.fused_ep.blocks import BlockSizes, choose_blocks, vmem_bytes
+from moe_flax.kernels.fused_ep.cost import Layer, choose_method
 from moe_flax.kernels.fused_ep.kernel import FFN, STATS, Weights, fused_ffn
 from moe_flax.kernels.fused_ep.plan import exchange_plan, most_received
 from moe_flax.kernels.fused_ep.rows import LANES, pack_rows, round_up, unpack_rows
@@ -50,7 +53,7 @@ class Call:
     traffic: bool = False
 
 
-class _Parameters(tp.NamedTuple):
+class Parameters(tp.NamedTuple):
     """The device's experts, as given."""
 
     wi: jax.Array
@@ -75,6 +78,7 @@ def fused_ep_local(
     wo_bias: Float[Array, "L D"] | None = None,
     block_sizes: BlockSizes | None = None,
     chip: str = "v6e",
+    method: str = "auto",
     backend: str = "auto",
     interpret: tp.Any = False,
     traffic: bool = False,
@@ -94,8 +98,10 @@ def fused_ep_local(
       wo_bias: [L, D].
       block_sizes: BlockSizes, or None for those that the VMEM model chooses.
       chip: a name of ``blocks.CHIPS``.
-      backend: of the grouped products in the backward pass.
-      interpret: as for ``pallas_call``.
+      method: "fused"; "replicated": all tokens everywhere and one reduce-scatter, for short
+        batches; "auto": what the cost model predicts to be faster ("fused" in the interpreter).
+      backend: of the grouped products of the backward pass and of "replicated".
+      interpret: as for ``pallas_call``; True is Pallas' TPU interpreter.
       traffic: return int32 counts in the order of ``kernel.STATS`` instead.
 
     Returns:
@@ -103,13 +109,33 @@ def fused_ep_local(
     """
     num_tokens, k = routing.expert_ids.shape
     activation = resolve_activation(activation)
+    if method not in ("auto", "fused", "replicated"):
+        raise ValueError(f"method must be 'auto', 'fused' or 'replicated', got {method!r}")
+    if method == "auto" and not interpret and not traffic:
+        method = choose_method(_layer(tokens, wi, k, jax.lax.axis_size(axes)), chip)
+    if interpret is True:
+        interpret = pltpu.InterpretParams()
+    if method == "replicated":
+        return _replicated(
+            tokens,
+            routing,
+            axes,
+            wi=wi,
+            wo=wo,
+            wi_scale=wi_scale,
+            wo_scale=wo_scale,
+            wi_bias=wi_bias,
+            wo_bias=wo_bias,
+            activation=activation,
+            backend=backend,
+        )
     call = Call(axes, activation, k, block_sizes, chip, backend, interpret, traffic)
     experts = wi.shape[0] * jax.lax.axis_size(axes)
-    parameters = _Parameters(wi, wo, wi_scale, wo_scale, wi_bias, wo_bias)
+    parameters = Parameters(wi, wo, wi_scale, wo_scale, wi_bias, wo_bias)
     tokens, ids, weights, *parameters = align_varying(
         tokens, routing.expert_ids, routing.weights, *parameters
     )
-    parameters = _Parameters(*parameters)
+    parameters = Parameters(*parameters)
     row_bytes = 4 * round_up(tokens.shape[1], 2 * LANES)
     chunk = max(1, MAX_ROW_BYTES // (k * row_bytes))
     parts = []
@@ -133,6 +159,35 @@ def fused_ep_local(
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
+def _layer(tokens: jax.Array, wi: jax.Array, k: int, devices: int) -> Layer:
+    experts, branches, features, hidden = wi.shape
+    return Layer(
+        experts=experts * devices,
+        k=k,
+        features=features,
+        hidden=hidden,
+        devices=devices,
+        tokens=tokens.shape[0],
+        weight_bytes=wi.dtype.itemsize,
+        branches=branches,
+        row_bytes=tokens.dtype.itemsize,
+    )
+
+
+def _replicated(tokens, routing: Routing, axes, *, wi, **operands) -> jax.Array:
+    """Every device sees all tokens and serves its own experts; the parts are summed home."""
+    whole, ids, weights = (
+        jax.lax.all_gather(x, axes, axis=0, tiled=True)
+        for x in (tokens, routing.expert_ids, routing.weights)
+    )
+    local = wi.shape[0]
+    ids = ids - jax.lax.axis_index(axes) * local
+    ids = jnp.where((ids >= 0) & (ids < local), ids, local)
+    here = Routing(ids, weights, apply_to=routing.apply_to)
+    parts = expert_ffn(whole, wi, routing=here, **operands).astype(jnp.float32)
+    return jax.lax.psum_scatter(parts, axes, scatter_dimension=0, tiled=True).astype(tokens.dtype)
+
+
 def scale_window(size: int, scales: int) -> int:
     """How many of ``size`` weights share each of ``scales`` scales along the contraction."""
     if scales == 1:
@@ -148,8 +203,8 @@ def scale_window(size: int, scales: int) -> int:
 
 
 def prepare(
-    call: Call, dtype: jnp.dtype, features: int, parameters: _Parameters
-) -> tuple[FFN, _Parameters]:
+    call: Call, dtype: jnp.dtype, features: int, parameters: Parameters
+) -> tuple[FFN, Parameters]:
     """The static sizes of a call, and its parameters with scales along the contraction only.
 
     Windows that no tile of stored weights holds whole are dequantised here, ahead of the kernel.
@@ -191,10 +246,10 @@ def prepare(
         wi_bias=wi_bias is not None,
         wo_bias=wo_bias is not None,
     )
-    return ffn, _Parameters(wi, wo, wi_scale, wo_scale, wi_bias, wo_bias)
+    return ffn, Parameters(wi, wo, wi_scale, wo_scale, wi_bias, wo_bias)
 
 
-def _operands(ffn: FFN, parameters: _Parameters) -> tuple[Weights, Weights]:
+def _operands(ffn: FFN, parameters: Parameters) -> tuple[Weights, Weights]:
     """The kernel's operands: scales and biases filled up to whole blocks, weights untouched."""
 
     def fill(x, columns):
@@ -214,7 +269,7 @@ def _operands(ffn: FFN, parameters: _Parameters) -> tuple[Weights, Weights]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sized:
+class Sized:
     """A call and everything that its operands' shapes settle."""
 
     ffn: FFN
@@ -227,7 +282,7 @@ class _Sized:
         return self.most <= self.capacity
 
 
-def size_up(call: Call, rows: int, sizes: tuple[int, ...], ffn: FFN) -> _Sized:
+def size_up(call: Call, rows: int, sizes: tuple[int, ...], ffn: FFN) -> Sized:
     """Block sizes and buffers for ``rows`` rows a device on an axis (or axes) of ``sizes``."""
     exchange = ex.Exchange(call.axes, sizes, ffn.experts)
     most = exchange.sources * (rows // call.k) * min(call.k, ffn.experts)
@@ -238,22 +293,22 @@ def size_up(call: Call, rows: int, sizes: tuple[int, ...], ffn: FFN) -> _Sized:
         chip=call.chip,
         max_received=most,
     )
-    return _Sized(ffn, exchange, capacity, most)
+    return Sized(ffn, exchange, capacity, most)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchanged(call: Call, rows, parameters: _Parameters, counts):
+def _exchanged(call: Call, rows, parameters: Parameters, counts):
     """[N, D] rows sorted by expert to the experts' outputs in the same order."""
     return _forward(call, rows, parameters, counts)
 
 
-def _sized(call: Call, rows, parameters) -> tuple[_Sized, _Parameters]:
+def _sized(call: Call, rows, parameters) -> tuple[Sized, Parameters]:
     ffn, parameters = prepare(call, jnp.dtype(rows.dtype), rows.shape[1], parameters)
     sizes = tuple(jax.lax.axis_size(axis) for axis in call.axes)
     return size_up(call, rows.shape[0], sizes, ffn), parameters
 
 
-def _forward(call: Call, rows, parameters: _Parameters, counts):
+def _forward(call: Call, rows, parameters: Parameters, counts):
     sized, parameters = _sized(call, rows, parameters)
     wi, wo = _operands(sized.ffn, parameters)
     packed = pack_rows(rows)
@@ -292,7 +347,7 @@ def _forward(call: Call, rows, parameters: _Parameters, counts):
     return unpack_rows(home, rows.shape[1], rows.dtype)
 
 
-def _plan(sized: _Sized, call: Call, counts, window):
+def _plan(sized: Sized, call: Call, counts, window):
     device = jax.lax.axis_index(call.axes)
     return exchange_plan(
         counts,
@@ -317,9 +372,7 @@ def _exchanged_backward(call: Call, residuals, grad):
 
     def one(home, window):
         plan = _plan(sized, call, counts, window)
-        received = ex.dispatch(
-            sized.exchange, plan, both, sized.capacity, interpret=call.interpret
-        )
+        received = ex.dispatch(sized.exchange, plan, both, sized.capacity, interpret=call.interpret)
         number = jnp.sum(plan.expert_rows)
         here = jnp.arange(sized.capacity)[:, None] < number
         x, g = (
@@ -330,9 +383,7 @@ def _exchanged_backward(call: Call, residuals, grad):
         _, pullback = jax.vjp(ffn, x, parameters)
         x_grad, grads = pullback(g)
         packed = pack_rows(x_grad)
-        return ex.give_back(
-            sized.exchange, plan, packed, home, interpret=call.interpret
-        ), grads
+        return ex.give_back(sized.exchange, plan, packed, home, interpret=call.interpret), grads
 
     home = jnp.zeros_like(pack_rows(rows))
     if sized.single_pass:
@@ -358,7 +409,7 @@ def _exchanged_backward(call: Call, residuals, grad):
         home, sums, _ = jax.lax.while_loop(
             lambda state: state[2] < last, step, (home, sums, window)
         )
-        grads = _Parameters(
+        grads = Parameters(
             *(
                 _no_gradient(p) if s is None else s.astype(p.dtype)
                 for s, p in zip(sums, parameters, strict=True)
@@ -374,7 +425,7 @@ def _no_gradient(parameter):
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
-def _ffn(call: Call, x, parameters: _Parameters, *, sizes) -> jax.Array:
+def _ffn(call: Call, x, parameters: Parameters, *, sizes) -> jax.Array:
     """The FFN over received rows in grouped products: what the backward pass differentiates."""
     wi, wo, wi_scale, wo_scale, wi_bias, wo_bias = parameters
     precision = jax.lax.Precision.HIGHEST if x.dtype.itemsize == 4 else None
