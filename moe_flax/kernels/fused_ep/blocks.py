@@ -110,7 +110,7 @@ def vmem_bytes(ffn: FFN) -> int:
 def _multiples(total: int, divides: bool) -> list[int]:
     """Block widths worth trying for ``total`` columns, widest first."""
     whole = round_up(total, LANES)
-    widths = [width for width in range(LANES, min(whole, 1024) + 1, LANES)]
+    widths = list(range(LANES, min(whole, 1024) + 1, LANES))
     if divides:
         widths = [width for width in widths if whole % width == 0]
     else:  # no more than a twentieth of the last block's columns beyond the end

@@ -113,7 +113,7 @@ class FFN:
     @property
     def row_variants(self) -> tuple[int, ...]:
         """Tile heights that have code of their own; a tile runs in the least that holds it."""
-        return tuple(rows for rows in (32, 128) if rows < self.rows) + (self.rows,)
+        return (*tuple(rows for rows in (32, 128) if rows < self.rows), self.rows)
 
 
 class Weights(tp.NamedTuple):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import typing as tp
 
 import jax

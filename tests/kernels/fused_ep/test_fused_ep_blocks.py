@@ -10,8 +10,8 @@ from moe_flax.config import MoEConfig
 from moe_flax.kernels.fused_ep import BlockSizes, fused_ep_moe
 from moe_flax.kernels.fused_ep.blocks import (
     CHIPS,
-    choose_blocks,
     chip_of,
+    choose_blocks,
     padded_bytes,
     vmem_bytes,
     vmem_table,
@@ -45,18 +45,18 @@ def config(name):
 
 
 def ffn(features=2048, hidden=768, **changes):
-    values = dict(
-        features=features,
-        hidden=hidden,
-        branches=2,
-        experts=32,
-        dtype=jnp.dtype(jnp.bfloat16),
-        weight_dtype=jnp.dtype(jnp.bfloat16),
-        activation=resolve_activation("silu"),
-        rows=16,
-        hidden_block=128,
-        feature_block=128,
-    )
+    values = {
+        "features": features,
+        "hidden": hidden,
+        "branches": 2,
+        "experts": 32,
+        "dtype": jnp.dtype(jnp.bfloat16),
+        "weight_dtype": jnp.dtype(jnp.bfloat16),
+        "activation": resolve_activation("silu"),
+        "rows": 16,
+        "hidden_block": 128,
+        "feature_block": 128,
+    }
     return FFN(**values | changes)
 
 
@@ -72,7 +72,9 @@ def test_padded_bytes_fill_whole_tiles():
 def test_every_model_fits_every_chip(name, chip):
     for tokens in (8, 64, 256, 1024):
         for dtype in ("bfloat16", "float8_e4m3fn"):
-            sized, _ = layer_sizes(config(name), {"expert": 8}, tokens, weight_dtype=dtype, chip=chip)
+            sized, _ = layer_sizes(
+                config(name), {"expert": 8}, tokens, weight_dtype=dtype, chip=chip
+            )
             assert vmem_bytes(sized.ffn) <= CHIPS[chip].vmem_bytes
             assert sized.capacity * sized.ffn.words * 4 <= 2**30
 
@@ -80,7 +82,9 @@ def test_every_model_fits_every_chip(name, chip):
 def test_vmem_does_not_grow_with_devices():
     sizes = {
         devices: vmem_table(
-            layer_sizes(config("deepseek-v3"), {"expert": devices}, 8192 // devices, chip="v5p")[0].ffn
+            layer_sizes(config("deepseek-v3"), {"expert": devices}, 8192 // devices, chip="v5p")[
+                0
+            ].ffn
         )
         for devices in (8, 64, 256)
     }
@@ -146,7 +150,7 @@ def test_wrong_operands():
         fused_ep_moe(x, wi, wo[:, :3], routing, mesh=mesh)
     with pytest.raises(TypeError, match="tokens must have a dtype"):
         fused_ep_moe(x.astype(jnp.float16), wi, wo, routing, mesh=mesh)
-    with pytest.raises(ValueError, match="needs wi_scale"):
+    with pytest.raises(ValueError, match=r"needs wi_scale"):
         fused_ep_moe(x, wi.astype(jnp.int8), wo, routing, mesh=mesh)
     with pytest.raises(ValueError, match="routing.weights must have shape"):
         fused_ep_moe(x, wi, wo, Routing(routing.expert_ids, jnp.ones((4, 3))), mesh=mesh)
