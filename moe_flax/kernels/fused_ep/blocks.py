@@ -11,7 +11,8 @@ from moe_flax.kernels.fused_ep.rows import LANES, round_up
 
 MIB = 2**20
 RESERVED = 6 * MIB  # the compiler's own: spills, the arguments of scalar memory, semaphores
-ROWS = (512, 256, 128, 64, 32, 16)
+ROWS = (512, 384, 256, 192, 128, 64, 32, 16)
+SPREAD = 1.25  # rows of a tile over an expert's mean: random loads vary, a second tile reads again
 RECEIVE_BYTES = 1024 * MIB  # HBM that one pass' receive buffer may take, by default
 
 
@@ -149,7 +150,7 @@ def choose_blocks(
     given = given or BlockSizes()
     _check_given(ffn, given)
     budget = CHIPS[chip].vmem_bytes
-    wanted = min((r for r in ROWS if r >= rows_per_expert), default=ROWS[0])
+    wanted = min((r for r in ROWS if r >= SPREAD * rows_per_expert), default=ROWS[0])
     heights = [given.rows] if given.rows else [r for r in ROWS if r <= max(wanted, 32)]
     hidden = [given.hidden] if given.hidden else _multiples(ffn.hidden, divides=False)
     features = [given.features] if given.features else _multiples(ffn.words, divides=True)

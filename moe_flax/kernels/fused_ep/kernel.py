@@ -113,7 +113,7 @@ class FFN:
     @property
     def row_variants(self) -> tuple[int, ...]:
         """Tile heights that have code of their own; a tile runs in the least that holds it."""
-        return (*tuple(rows for rows in (32, 128) if rows < self.rows), self.rows)
+        return (*tuple(rows for rows in (32, 128, 256) if rows < self.rows), self.rows)
 
 
 class Weights(tp.NamedTuple):
@@ -337,9 +337,8 @@ def _columns(ref, slot, *rest):
 class _Compute:
     """The two phases on one tile of ``rows`` rows.
 
-    The tile's neighbours ride along: blocks of the first product also pack the results of the
-    tile before, blocks of the second unpack the tile after. Both are work for the vector units
-    and the scheduler has it done while the MXUs multiply.
+    Blocks of the first product also pack the results of the tile before: work for the vector
+    units that the scheduler has done while the MXUs multiply.
     """
 
     def __init__(self, ffn: FFN, scratch: Scratch, rows: int):
@@ -348,7 +347,7 @@ class _Compute:
     def first(self, index, slot) -> None:
         ffn, rows, (weight, scale, bias) = self.ffn, self.rows, self.scratch.wi
         chunks = _chunks(ffn.hidden_block)
-        pieces = _pieces(index, ffn.hidden_blocks, ffn.rows)
+        pieces = _pieces(index, ffn.hidden_blocks, rows)
         shares = len(chunks) * ffn.branches
         for number, (start, width) in enumerate(chunks):
             columns = pl.ds(start, width)
@@ -374,10 +373,16 @@ class _Compute:
                 hidden = jnp.where(column < ffn.hidden, hidden, 0)
             self.scratch.hidden[:rows, pl.ds(first_column, width)] = hidden.astype(ffn.dtype)
 
-    def second(self, index, slot, packed_slot) -> None:
+    def unpack(self, slot) -> None:
+        for piece in _pieces(0, 1, self.rows):
+            unpack(self.ffn, self.scratch, slot, piece)
+
+    def pack(self) -> None:
+        for piece in _pieces(0, 1, self.rows):
+            pack(self.ffn, self.scratch, piece)
+
+    def second(self, index, slot) -> None:
         ffn, rows, (weight, scale, bias) = self.ffn, self.rows, self.scratch.wo
-        for piece in _pieces(index, ffn.feature_blocks, ffn.rows):
-            unpack(ffn, self.scratch, packed_slot, piece)
         hidden = self.scratch.hidden[:rows, : ffn.wo_depth]
         block = ffn.feature_block
 
@@ -404,7 +409,7 @@ class _Compute:
 
 
 def _pieces(index, blocks: int, rows: int) -> list:
-    """The rows that block ``index`` of ``blocks`` packs or unpacks, in pieces of up to 32.
+    """The share of block ``index`` of ``blocks`` in some work on all rows, in pieces of up to 32.
 
     Where the blocks do not divide the rows the last ones do some again.
     """
@@ -525,6 +530,7 @@ def _kernel(
     def tile(step, state):
         (expert, row), last, before_last = state
         number = rows_of(expert, row)
+        tallest = jnp.maximum(number, rows_of(*last))  # at the first tile both are one
         slot = 1 - step % 2  # of the tile after
         more = row + number < plan.expert_rows[expert]
         following = step + 1 < tiles
@@ -557,7 +563,7 @@ def _kernel(
                 streams.second(expert, 0, step * ffn.feature_blocks % 2, wait=False)
 
             streams.first(expert, index, now, wait=True)
-            by_height(number, lambda compute: compute.first(index, now))
+            by_height(tallest, lambda compute: compute.first(index, now))
             return carry
 
         jax.lax.fori_loop(0, ffn.hidden_blocks, first_block, 0)
@@ -568,7 +574,9 @@ def _kernel(
 
         @pl.when(following)
         def _():
-            tile_copy(next_expert, next_row, rows_of(next_expert, next_row), slot).wait()
+            coming = rows_of(next_expert, next_row)
+            tile_copy(next_expert, next_row, coming, slot).wait()
+            by_height(coming, lambda compute: compute.unpack(slot))
 
         def second_block(index, carry):
             block = step * ffn.feature_blocks + index
@@ -583,7 +591,7 @@ def _kernel(
                 streams.first(next_expert, 0, (step + 1) * ffn.hidden_blocks % 2, wait=False)
 
             streams.second(expert, index, now, wait=True)
-            by_height(number, lambda compute: compute.second(index, now, slot))
+            by_height(number, lambda compute: compute.second(index, now))
             return carry
 
         jax.lax.fori_loop(0, ffn.feature_blocks, second_block, 0)
@@ -596,16 +604,14 @@ def _kernel(
         ex.wait_arrivals(exchange, plan, received, first_expert, sems)
         tile_copy(*start, rows_of(*start), 0).start()
         tile_copy(*start, rows_of(*start), 0).wait()
-        for piece in _pieces(0, 1, ffn.rows):
-            unpack(ffn, scratch, 0, piece)
+        by_height(rows_of(*start), lambda compute: compute.unpack(0))
         _, last, before_last = jax.lax.fori_loop(0, tiles, tile, (start, start, start))
 
         @pl.when(tiles > 1)
         def _():
             retire(*before_last)
 
-        for piece in _pieces(0, 1, ffn.rows):
-            pack(ffn, scratch, piece)
+        by_height(rows_of(*last), lambda compute: compute.pack())
         result_copy(*last, rows_of(*last)).start()
         retire(*last)
 

@@ -94,7 +94,7 @@ def test_vmem_does_not_grow_with_devices():
 
 
 def test_a_tile_is_as_high_as_an_experts_rows():
-    for tokens, rows in ((1024, 256), (512, 128), (8, 32)):
+    for tokens, rows in ((1024, 384), (512, 192), (8, 32)):
         sized, _ = layer_sizes(config("qwen3-30b-a3b"), {"expert": 4}, tokens)
         assert sized.ffn.rows == rows
 
@@ -152,7 +152,7 @@ def test_wrong_operands():
         fused_ep_moe(x.astype(jnp.float16), wi, wo, routing, mesh=mesh)
     with pytest.raises(ValueError, match=r"needs wi_scale"):
         fused_ep_moe(x, wi.astype(jnp.int8), wo, routing, mesh=mesh)
-    with pytest.raises(ValueError, match="routing.weights must have shape"):
+    with pytest.raises(ValueError, match=r"routing\.weights must have shape"):
         fused_ep_moe(x, wi, wo, Routing(routing.expert_ids, jnp.ones((4, 3))), mesh=mesh)
     with pytest.raises(ValueError, match="method must be"):
         fused_ep_moe(x, wi, wo, routing, mesh=mesh, method="magic")
