@@ -1,5 +1,6 @@
 """Mixture-of-experts layers for Flax: fast on CPU, GPU and TPU, sharded over any mesh."""
 
+from moe_flax import checkpoint, losses
 from moe_flax.activations import Activation
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig, preset_names
 from moe_flax.experts import expert_ffn
@@ -10,3 +11,23 @@ from moe_flax.parameters import CorrectionBias
 from moe_flax.routing import Routing, route
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "CorrectionBias",
+    "Experts",
+    "MoE",
+    "MoEAux",
+    "MoEConfig",
+    "Router",
+    "RouterConfig",
+    "Routing",
+    "SharedConfig",
+    "SharedExperts",
+    "checkpoint",
+    "expert_ffn",
+    "grouped_matmul",
+    "losses",
+    "preset_names",
+    "route",
+]

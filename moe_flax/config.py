@@ -1,6 +1,7 @@
 """What a mixture-of-experts layer is, as frozen data: no arrays, no mesh, no backend."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import tomllib
@@ -92,6 +93,10 @@ class RouterConfig:
             )
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap must be positive or None, got {self.logit_softcap}")
+        if self.renormalize_epsilon < 0:
+            raise ValueError(f"renormalize_epsilon must be >= 0, got {self.renormalize_epsilon}")
+        if not self.renormalize_order > 0:
+            raise ValueError(f"renormalize_order must be positive, got {self.renormalize_order}")
         if self.num_identity_experts < 0:
             raise ValueError(f"num_identity_experts must be >= 0, got {self.num_identity_experts}")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
@@ -159,6 +164,15 @@ class MoEConfig:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         check_experts_per_token(self.num_experts_per_token, self.num_experts, self.router)
         resolve_activation(self.activation)
+        layers = self.moe_layers
+        if any(first >= second for first, second in itertools.pairwise(layers)):
+            raise ValueError(f"moe_layers must rise, got {layers}")
+        if layers and not (
+            layers[0] >= 0 and (layers[-1] < self.num_layers or not self.num_layers)
+        ):
+            raise ValueError(
+                f"moe_layers must be indices of layers, num_layers={self.num_layers}, got {layers}"
+            )
 
     @classmethod
     def from_hf(cls, source: _Path | tp.Mapping[str, tp.Any]) -> "MoEConfig":
@@ -256,6 +270,13 @@ def _build(cls: tp.Any, values: tp.Any) -> tp.Any:
     unknown = sorted(set(values) - fields)
     if unknown:
         raise ValueError(f"{cls.__name__} has no field {unknown}; fields: {sorted(fields)}")
+    needed = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if needed:
+        raise ValueError(f"{cls.__name__} needs {needed}, got {sorted(values)}")
     values = dict(values)
     if isinstance(values.get("activation"), tp.Mapping):
         values["activation"] = _build(Activation, values["activation"])

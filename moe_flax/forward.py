@@ -15,81 +15,96 @@ from moe_flax.experts import expert_ffn
 from moe_flax.losses import RoutingStatistics, routing_statistics
 from moe_flax.parallel.mesh import DeviceAxes, Parameters, gather_embed
 from moe_flax.routing import Routing, route
+from moe_flax.varying import varying
 
 
-def moe_forward(
-    parameters: Parameters,
-    tokens: Float[Array, "t D"],
-    mask: Bool[Array, " t"],
-    axes: DeviceAxes,
-    num_tokens: int,
-    *,
-    config: MoEConfig,
-    precision: tp.Any = None,
-    backend: str = "auto",
-    expert_parallel: str = "auto",
-) -> tuple[Float[Array, "t D"], RoutingStatistics]:
-    """One device's tokens through the layer.
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A layer's computation on one device, as a value: equal layers share compiled code.
 
-    Args:
-      parameters: this device's share, by the names of ``sharding.LOGICAL_AXES``; router
-        parameters in float32, the rest in the dtype to compute in.
-      tokens: [t, D], in the dtype to compute in.
-      mask: [t], False for tokens that pad the batch: they cost nothing and count nowhere.
-      axes: the mesh axes that split parameters and tokens.
-      num_tokens: tokens of all devices, padding not counted.
+    Attributes:
       config: the layer.
       precision: of the products, see ``jax.lax.Precision``.
       backend: of the experts' products.
       expert_parallel: a strategy of ``moe_flax.parallel``, or "auto".
-
-    Returns:
-      [t, D], and the statistics summed over all devices that hold tokens.
     """
-    parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
-    logits = router_logits(parameters, tokens)
-    routing, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
 
-    busy = dict.fromkeys((*axes.tokens, *axes.expert, *axes.mlp))  # an ordered set
-    tokens_in, routing_in, parameters = parallel.varying((tokens, routing, parameters), busy)
-    first = jnp.array(True)
-    if axes.mlp:  # a bias on the output is one device's to add
-        first = jax.lax.axis_index(axes.mlp) == 0
-    wo_bias = parameters.get("experts.wo_bias")
-    weights = parallel.ExpertWeights(
-        wi=parameters["experts.wi"],
-        wo=parameters["experts.wo"],
-        wi_bias=parameters.get("experts.wi_bias"),
-        wo_bias=None if wo_bias is None else jnp.where(first, wo_bias, 0),
-    )
+    config: MoEConfig
+    precision: tp.Any = None
+    backend: str = "auto"
+    expert_parallel: str = "auto"
 
-    def feed_forward(
-        tokens: jax.Array, routing: Routing, weights: parallel.ExpertWeights
-    ) -> jax.Array:
+    def __call__(
+        self,
+        parameters: Parameters,
+        tokens: Float[Array, "t D"],
+        mask: Bool[Array, " t"],
+        axes: DeviceAxes,
+        num_tokens: int,
+    ) -> tuple[Float[Array, "t D"], RoutingStatistics]:
+        """One device's tokens through the layer.
+
+        Args:
+          parameters: this device's share, by the names of ``sharding.LOGICAL_AXES``; router
+            parameters in float32, the rest in the dtype to compute in.
+          tokens: [t, D], in the dtype to compute in.
+          mask: [t], False for tokens that pad the batch: they cost nothing and count nowhere.
+          axes: the mesh axes that split parameters and tokens.
+          num_tokens: tokens of all devices, padding not counted.
+
+        Returns:
+          [t, D], and the statistics summed over all devices that hold tokens.
+        """
+        config = self.config
+        parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
+        logits = router_logits(parameters, tokens)
+        choices, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
+
+        # Replicated parameters vary from here on as what they meet: gradients sum accordingly.
+        tokens_in, routing, parameters = varying(
+            (tokens, choices, parameters), (*axes.tokens, *axes.mlp)
+        )
+        rows = _strategy(self.expert_parallel, routing, axes)(
+            self._feed_forward,
+            *varying((tokens_in, routing, _weights(parameters, axes)), axes.expert),
+            axes=axes.expert,
+        )
+        if config.shared is not None:
+            shared = shared_ffn(parameters, tokens_in, config, config.shared, self.precision)
+            rows = 0.5 * (rows + shared) if config.shared.combine == "average" else rows + shared
+        if axes.mlp:
+            rows = jax.lax.psum(rows.astype(jnp.float32), axes.mlp)
+        rows = rows.astype(tokens.dtype)
+        if config.router.num_identity_experts:
+            rows = rows + _identity(tokens, choices, config)
+        return rows, statistics
+
+    def _feed_forward(
+        self, tokens: Float[Array, "t D"], routing: Routing, weights: parallel.ExpertWeights
+    ) -> Float[Array, "t D"]:
         return expert_ffn(
             tokens,
             weights.wi,
             weights.wo,
             routing,
-            activation=config.activation,
+            activation=self.config.activation,
             wi_bias=weights.wi_bias,
             wo_bias=weights.wo_bias,
-            precision=precision,
-            backend=backend,
+            precision=self.precision,
+            backend=self.backend,
         )
 
-    rows = _strategy(expert_parallel, routing, axes)(
-        feed_forward, tokens_in, routing_in, weights, axes=axes.expert
+
+def _weights(parameters: Parameters, axes: DeviceAxes) -> parallel.ExpertWeights:
+    wo_bias = parameters.get("experts.wo_bias")
+    if wo_bias is not None and axes.mlp:  # of the devices that share F, one adds the bias
+        wo_bias = jnp.where(jax.lax.axis_index(axes.mlp) == 0, wo_bias, 0)
+    return parallel.ExpertWeights(
+        wi=parameters["experts.wi"],
+        wo=parameters["experts.wo"],
+        wi_bias=parameters.get("experts.wi_bias"),
+        wo_bias=wo_bias,
     )
-    if config.shared is not None:
-        shared = shared_ffn(parameters, tokens_in, config, config.shared, precision)
-        rows = 0.5 * (rows + shared) if config.shared.combine == "average" else rows + shared
-    if axes.mlp:
-        rows = jax.lax.psum(rows.astype(jnp.float32), axes.mlp)
-    rows = rows.astype(tokens.dtype)
-    if config.router.num_identity_experts:
-        rows = rows + _identity(tokens, routing, config)
-    return rows, statistics
 
 
 def router_logits(parameters: Parameters, tokens: Float[Array, "t D"]) -> Float[Array, "t E"]:
@@ -153,7 +168,7 @@ def _route(
         kept = _within_capacity(chosen, capacity, axes, config)
     statistics = routing_statistics(logits, chosen, config.num_experts, kept=kept, mask=mask)
     if axes.tokens:
-        statistics = parallel.varying(statistics, axes.tokens)  # counts of constants do not vary
+        statistics = varying(statistics, axes.tokens)  # counts of constants do not vary
         statistics = jax.tree.map(lambda s: jax.lax.psum(s, axes.tokens), statistics)
     return kept, statistics
 
@@ -176,15 +191,11 @@ def _within_capacity(
     if axes.tokens:
         count = routing.expert_ids.shape[0]
         start = jax.lax.axis_index(axes.tokens) * count
-        kept = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept
-        )
+        kept = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept)
     return dataclasses.replace(kept, probabilities=routing.probabilities)
 
 
-def _strategy(
-    name: str, routing: Routing, axes: DeviceAxes
-) -> parallel.Strategy:
+def _strategy(name: str, routing: Routing, axes: DeviceAxes) -> parallel.Strategy:
     if not axes.expert:
         return parallel.none
     split = set(axes.expert) & set(axes.tokens)

@@ -10,9 +10,9 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Bool, Float
 
 from moe_flax import losses, sharding
-from moe_flax.activations import Activation, resolve_activation
+from moe_flax.activations import Activation
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
-from moe_flax.forward import moe_forward, router_logits
+from moe_flax.forward import Forward, router_logits
 from moe_flax.kernels.backend import check_backend, resolve_backend
 from moe_flax.losses import MoEAux
 from moe_flax.parallel import check_strategy
@@ -281,7 +281,14 @@ class MoE(nnx.Module):
         """
         bias = self.router.correction_bias
         if bias is None:
-            raise ValueError("the router has no correction bias; RouterConfig(correction_bias=True)")
+            raise ValueError(
+                "the router has no correction bias; RouterConfig(correction_bias=True)"
+            )
+        if tokens_per_expert.shape != (self.config.num_experts,):
+            raise ValueError(
+                f"tokens_per_expert must be of shape ({self.config.num_experts},), got"
+                f" {tokens_per_expert.shape}"
+            )
         bias[...] = losses.update_correction_bias(bias[...], tokens_per_expert, rate)
 
     def _forward(
@@ -289,8 +296,7 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "... D"], losses.RoutingStatistics]:
         mesh = sharding.active_mesh(self.mesh)
         axes = sharding.resolve_axes(mesh, self.rules) if mesh is not None else None
-        forward = functools.partial(
-            moe_forward,
+        forward = Forward(
             config=self.config,
             precision=self.precision,
             backend=resolve_backend(self.backend, sharding.mesh_platform(mesh)),
@@ -301,7 +307,7 @@ class MoE(nnx.Module):
             mask = jnp.ones(inputs.shape[:-1], bool)
         if axes is None:
             tokens, flat_mask = inputs.reshape(-1, inputs.shape[-1]), mask.reshape(-1)
-            rows, statistics = forward(parameters, tokens, flat_mask, DeviceAxes(), len(tokens))
+            rows, statistics = _on_one_device(forward, parameters, tokens, flat_mask)
             return rows.reshape(inputs.shape), statistics
         return over_mesh(forward, parameters, parameter_shapes(self.config), inputs, mask, axes)
 
@@ -313,6 +319,13 @@ class MoE(nnx.Module):
             value = getattr(getattr(self, module), leaf)[...]
             found[name] = value if module == "router" else value.astype(dtype)
         return found
+
+
+@functools.partial(jax.jit, static_argnames="forward")
+def _on_one_device(
+    forward: Forward, parameters: Parameters, tokens: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, losses.RoutingStatistics]:
+    return forward(parameters, tokens, mask, DeviceAxes(), tokens.shape[0])
 
 
 def _check_inputs(inputs: jax.Array, mask: jax.Array | None, features: int) -> None:

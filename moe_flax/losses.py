@@ -99,9 +99,9 @@ def routing_statistics(
     Raises:
       ValueError: a shape does not fit.
     """
-    tokens, columns = logits.shape
+    columns = logits.shape[-1]
     _check_statistics(logits, routing, num_experts, mask, sequence_ids, num_sequences)
-    valid = jnp.ones(tokens, jnp.bool) if mask is None else mask.astype(jnp.bool)
+    valid = jnp.ones(logits.shape[0], jnp.bool) if mask is None else mask.astype(jnp.bool)
     # Padding may hold anything: it is replaced ahead of every function, so that gradients stay
     # finite as well.
     logits = jnp.where(valid[:, None], logits.astype(jnp.float32), 0.0)

@@ -44,7 +44,9 @@ def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
         shapes["experts.wo_bias"] = (e, d)
     if config.shared is not None:
         s = config.shared.hidden_features
-        branches = 2 if resolve_activation(config.shared.activation or config.activation).gated else 1
+        branches = (
+            2 if resolve_activation(config.shared.activation or config.activation).gated else 1
+        )
         shapes["shared.wi"] = (branches, d, s)
         shapes["shared.wo"] = (s, d)
         if config.shared.combine == "gated":

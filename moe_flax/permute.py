@@ -149,8 +149,11 @@ def _combine_rows_backward(residuals, grad):
     if weights is None:
         return rows_grad.astype(rows.dtype), None, None
     rows_grad = rows_grad * gather_slots(weights, permutation)[:, None]
-    picked = rows.at[permutation.inverse].get(mode="promise_in_bounds").astype(grad.dtype)
-    weights_grad = jnp.sum(picked * grad[:, None, :], axis=-1)
+    products = [
+        jnp.sum(row.astype(grad.dtype) * grad, axis=-1)
+        for _, row in _rows_of_choices(rows, permutation)
+    ]
+    weights_grad = jnp.stack(products, axis=-1)
     weights_grad = jnp.where(permutation.has_expert, weights_grad, 0)
     return rows_grad.astype(rows.dtype), weights_grad.astype(weights.dtype), None
 
@@ -159,9 +162,17 @@ combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
 
 
 def _sum_slots(rows, permutation, weights) -> jax.Array:
+    """Adds up each token's rows, one k after another: no [T, K, D] is made."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    picked = rows.at[permutation.inverse].get(mode="promise_in_bounds").astype(dtype)
-    if weights is not None:
-        picked = picked * weights[:, :, None].astype(dtype)
-    picked = jnp.where(permutation.has_expert[:, :, None], picked, 0)
-    return jnp.sum(picked, axis=1)
+    total = jnp.zeros_like(rows, shape=(permutation.inverse.shape[0], rows.shape[1]), dtype=dtype)
+    for k, row in _rows_of_choices(rows, permutation):
+        row = row.astype(dtype)
+        row = row if weights is None else row * weights[:, k, None].astype(dtype)
+        total = total + jnp.where(permutation.has_expert[:, k, None], row, 0)
+    return total
+
+
+def _rows_of_choices(rows, permutation):
+    """Yields k and each token's row of its choice k, [T, D]."""
+    for k in range(permutation.inverse.shape[1]):
+        yield k, rows.at[permutation.inverse[:, k]].get(mode="promise_in_bounds")

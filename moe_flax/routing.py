@@ -49,7 +49,8 @@ def route(
     The steps: soft-cap, score, correction bias and group limit (for the choice alone), top-k with
     the lowest index first on ties, weights from the scores without bias, activation over the K,
     renormalisation, scale. All in float32 and differentiable from weights and probabilities to
-    logits. A NaN logit never wins an expert before a number does; its token alone has NaN weights.
+    logits. NaN and infinite logits still choose K distinct experts, of the kept groups; only the
+    weights of their own token are not finite. A NaN choice score comes after every number.
 
     ``config.capacity_factor`` is not applied here, see ``apply_capacity``.
 
@@ -174,6 +175,7 @@ def _finite(choice: jax.Array) -> jax.Array:
     """Makes choice scores comparable: NaN comes last, and only a masked expert is at -inf."""
     info = jnp.finfo(choice.dtype)
     choice = jnp.where(jnp.isnan(choice), info.min, choice)
+    choice = jnp.where(choice == 0, 0.0, choice)  # top_k puts -0 below 0: that is no tie
     return jnp.clip(choice, info.min, info.max)
 
 

@@ -6,6 +6,7 @@ import types
 import typing as tp
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AnyMesh: tp.TypeAlias = Mesh | AbstractMesh
@@ -96,7 +97,7 @@ class MeshAxes:
                 raise ValueError(
                     f"{parameter} of shape {tuple(shape)}: dimension {dimension} ({logical}) of"
                     f" size {size} does not divide over mesh axes"
-                    f" {({axis: self.mesh.shape[axis] for axis in axes})}; change the size, the"
+                    f" { ({axis: self.mesh.shape[axis] for axis in axes}) }; change the size, the"
                     " mesh, or the rules"
                 )
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
@@ -208,6 +209,6 @@ def place(
     """Makes an array from a random key directly in its sharding: no device holds it whole."""
     if sharding is None:
         return make(key)
-    if isinstance(key, jax.core.Tracer) or isinstance(sharding.mesh, AbstractMesh):
+    if isinstance(key, Tracer) or isinstance(sharding.mesh, AbstractMesh):
         return reshard(make(key), sharding.mesh, sharding.spec)
     return jax.jit(make, out_shardings=sharding)(key)

@@ -1,5 +1,7 @@
 """Mesh axes that values vary over inside ``jax.shard_map``."""
 
+import typing as tp
+
 import jax
 
 
@@ -15,6 +17,11 @@ def align_varying(*operands: jax.Array | None) -> list:
     given = [jax.typeof(x).manual_axis_type.varying for x in operands if x is not None]
     axes = frozenset().union(*given)
     return [x if x is None else _cast(x, axes) for x in operands]
+
+
+def varying(tree: tp.Any, axes: tp.Iterable[str]) -> tp.Any:
+    """Makes every array of a pytree vary over the manual mesh axes given, besides its own."""
+    return jax.tree.map(lambda x: _cast(x, frozenset(axes)), tree)
 
 
 def _cast(x: jax.Array, axes: frozenset) -> jax.Array:

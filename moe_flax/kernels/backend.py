@@ -5,6 +5,11 @@ import importlib.util
 import jax
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "tpu", "xla")
+_OWN = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}
+_NEEDS = {
+    "triton": ("triton", "jax_triton", "moe_flax.kernels.grouped_matmul.triton"),
+    "tpu": ("moe_flax.kernels.grouped_matmul.tpu",),
+}
 
 
 def check_backend(backend: str) -> str:
@@ -18,8 +23,8 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
     """Turns "auto" into a backend's name, and checks any other name.
 
     Args:
-      backend: one of `BACKENDS`. "auto" is "cpu" on CPU; "triton" on an NVIDIA GPU where Triton
-        and jax-triton are installed; "tpu" on TPU; "xla" elsewhere.
+      backend: one of `BACKENDS`. "auto" is "cpu" on CPU, "triton" on a GPU and "tpu" on TPU where
+        what these need is installed, and "xla" elsewhere.
       platform: "cpu", "gpu" or "tpu"; None takes that of JAX's default device.
 
     Raises:
@@ -27,20 +32,20 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
         that cannot run here.
     """
     check_backend(backend)
-    if backend == "triton":
-        missing = _missing_for_triton(platform or _default_platform())
-        if missing:
-            raise ValueError(f"backend 'triton' cannot run here: {missing}; backend='auto' can")
-    if backend != "auto":
+    if backend in ("reference", "cpu", "xla"):
         return backend
     platform = platform or _default_platform()
-    if platform == "gpu":
-        return "xla" if _missing_for_triton(platform) else "triton"
-    return platform if platform in ("cpu", "tpu") else "xla"
+    if backend == "auto":
+        own = _OWN.get(platform, "xla")
+        return "xla" if _missing(own, platform) else own
+    missing = _missing(backend, platform)
+    if missing:
+        raise ValueError(f"backend {backend!r} cannot run here: {missing}; backend='auto' can")
+    return backend
 
 
 def _default_platform() -> str:
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None:
         platform = jax.default_backend()
     else:
@@ -48,11 +53,11 @@ def _default_platform() -> str:
     return "gpu" if platform == "cuda" else platform
 
 
-def _missing_for_triton(platform: str) -> str | None:
-    """Says what keeps Triton from running, or None."""
-    if platform != "gpu":
+def _missing(backend: str, platform: str) -> str | None:
+    """Says what keeps a backend from running, or None."""
+    if backend == "triton" and platform != "gpu":
         return f"it needs an NVIDIA GPU, and the platform is {platform!r}"
-    for module in ("triton", "jax_triton"):
+    for module in _NEEDS.get(backend, ()):
         if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed (pip install 'moe-flax[gpu]')"
+            return f"module {module} is not installed (for GPUs: pip install 'moe-flax[gpu]')"
     return None

@@ -2,7 +2,7 @@
 
 from moe_flax.parallel.all_gather import all_gather, replicated
 from moe_flax.parallel.all_to_all import all_to_all, buffer_rows
-from moe_flax.parallel.common import ExpertWeights, FeedForward, Strategy, varying
+from moe_flax.parallel.common import ExpertWeights, FeedForward, Strategy
 from moe_flax.parallel.none import none
 
 STRATEGIES: dict[str, Strategy] = {
@@ -22,16 +22,13 @@ __all__ = [
     "choose_strategy",
     "none",
     "replicated",
-    "varying",
 ]
 
 
 def check_strategy(name: str) -> str:
     """Returns the name of a strategy, or raises a ValueError that lists them."""
     if name != "auto" and name not in STRATEGIES:
-        raise ValueError(
-            f"expert_parallel {name!r} is not known; allowed: {('auto', *STRATEGIES)}"
-        )
+        raise ValueError(f"expert_parallel {name!r} is not known; allowed: {('auto', *STRATEGIES)}")
     return name
 
 

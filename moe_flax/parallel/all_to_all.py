@@ -76,8 +76,10 @@ def _exchange(
     # Where token t's row for peer p lies in the buffer; `rows` where there is none.
     position = jnp.arange(peers) * capacity + jnp.cumsum(hits, axis=0) - 1
     position = jnp.where(hits, position, rows)
-    source = jnp.full(rows, num_tokens).at[position.ravel()].set(
-        jnp.repeat(jnp.arange(num_tokens), peers), mode="drop"
+    source = (
+        jnp.full(rows, num_tokens)
+        .at[position.ravel()]
+        .set(jnp.repeat(jnp.arange(num_tokens), peers), mode="drop")
     )
     # The K slots of a token share a row where they share a device: the first of them takes it.
     earlier = (device[:, :, None] == device[:, None, :]) & np.tri(device.shape[1], k=-1, dtype=bool)

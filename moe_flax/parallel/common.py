@@ -1,4 +1,4 @@
-"""What the strategies share: their signature, local expert numbers, varying types."""
+"""What the strategies share: their signature, and local expert numbers."""
 
 import dataclasses
 import typing as tp
@@ -61,17 +61,3 @@ def local_routing(routing: Routing, first: Array | int, count: int) -> Routing:
         ids = jnp.take_along_axis(ids, order, axis=-1)
         weights = jnp.take_along_axis(weights, order, axis=-1)
     return Routing(ids, weights, apply_to=routing.apply_to)
-
-
-def varying(x: tp.Any, axes: tp.Iterable[str]) -> tp.Any:
-    """Marks every array of a pytree as varying over the manual mesh axes given.
-
-    The transpose of the mark is a sum over the axes it added, so a gradient of replicated
-    weights comes out summed over the devices that used them.
-    """
-
-    def mark(leaf: jax.Array) -> jax.Array:
-        new = tuple(a for a in axes if a not in jax.typeof(leaf).manual_axis_type.varying)
-        return jax.lax.pcast(leaf, new, to="varying") if new else leaf
-
-    return jax.tree.map(mark, x)

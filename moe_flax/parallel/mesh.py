@@ -1,6 +1,7 @@
 """Runs a per-device layer over a mesh: tokens and parameters split, results put back together."""
 
 import dataclasses
+import functools
 import math
 import typing as tp
 
@@ -73,7 +74,6 @@ def over_mesh(
         return rows.reshape(inputs.shape), rest
 
     mesh = axes.mesh
-    weight_specs = {name: outside.spec(name, w.shape) for name, w in parameters.items()}
     row_spec = PartitionSpec(outside.tokens or None)
     padding = -math.prod(inputs.shape[:-1]) % outside.size(outside.tokens)
     explicit = AxisType.Explicit in mesh.axis_types
@@ -83,7 +83,7 @@ def over_mesh(
     between = PartitionSpec(home[0] if explicit and inputs.ndim > 1 and not padding else None)
     if explicit:
         inputs, mask = reshard(inputs, mesh, between), reshard(mask, mesh, between)
-        parameters = {n: reshard(w, mesh, weight_specs[n]) for n, w in parameters.items()}
+        parameters = {n: reshard(w, mesh, outside.spec(n, w.shape)) for n, w in parameters.items()}
     tokens, flat_mask = _flatten(inputs, mask)
     if padding:
         tokens = jnp.pad(tokens, ((0, padding), (0, 0)))
@@ -91,21 +91,55 @@ def over_mesh(
     if explicit:
         tokens, flat_mask = (reshard(x, mesh, row_spec) for x in (tokens, flat_mask))
 
-    partly = set(outside.all) | manual != set(mesh.axis_names)
-    rows, rest = jax.shard_map(
-        lambda p, t, m: forward(p, t, m, everything, num_tokens),
-        mesh=mesh if isinstance(mesh, Mesh) else None,
-        in_specs=(weight_specs, row_spec, row_spec),
-        out_specs=(row_spec, PartitionSpec()),
-        **({"axis_names": set(outside.all)} if partly else {}),
-    )(parameters, tokens, flat_mask)
-
+    rows, rest = _on_devices(
+        parameters,
+        tokens,
+        flat_mask,
+        forward=forward,
+        outside=outside,
+        everything=everything,
+        manual=manual,
+        num_tokens=num_tokens,
+    )
     if explicit:
         rows = reshard(rows, mesh, between)
     if padding:
         rows = rows[: rows.shape[0] - padding]
     rows = rows.reshape(inputs.shape)
     return (reshard(rows, mesh, home) if explicit else rows), rest
+
+
+@functools.partial(
+    jax.jit, static_argnames=("forward", "outside", "everything", "manual", "num_tokens")
+)
+def _on_devices(
+    parameters: Parameters,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    forward: Forward,
+    outside: MeshAxes,
+    everything: DeviceAxes,
+    manual: frozenset[str],
+    num_tokens: int,
+) -> tuple[jax.Array, tp.Any]:
+    """The ``shard_map``; compiled once for equal arguments also where the caller does not jit."""
+
+    def on_device(p: Parameters, t: jax.Array, m: jax.Array) -> tuple[jax.Array, tp.Any]:
+        return forward(p, t, m, everything, num_tokens)
+
+    if manual:  # residuals of a shard_map in a shard_map do not lower: keep the inputs alone
+        on_device = jax.checkpoint(on_device)
+    mesh = outside.mesh
+    rows = PartitionSpec(outside.tokens or None)
+    weights = {name: outside.spec(name, w.shape) for name, w in parameters.items()}
+    return jax.shard_map(
+        on_device,
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+        in_specs=(weights, rows, rows),
+        out_specs=(rows, PartitionSpec()),
+        axis_names=set(mesh.axis_names) - manual,
+    )(parameters, tokens, mask)
 
 
 def _flatten(inputs: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,5 @@ def none(
 ) -> Float[Array, "t D"]:
     """A strategy, see `parallel.common.Strategy`. Bytes a device receives: all other weights."""
     if axes:
-        weights = jax.tree.map(
-            lambda w: jax.lax.all_gather(w, axes, axis=0, tiled=True), weights
-        )
+        weights = jax.tree.map(lambda w: jax.lax.all_gather(w, axes, axis=0, tiled=True), weights)
     return feed_forward(tokens, routing, weights)

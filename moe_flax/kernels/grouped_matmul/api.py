@@ -1,5 +1,6 @@
 """`grouped_matmul`: the public function, its checks, its gradients and its choice of backend."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -81,7 +82,13 @@ class _Call:
     backend: str
     transpose_rhs: bool
     out_dtype: tp.Any
-    precision: tp.Any
+    precision: str | None
+
+    def matmul_precision(self) -> tp.ContextManager[None]:
+        """The precision asked for, or what the caller's context says."""
+        if self.precision is None:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(self.precision)
 
 
 def grouped_matmul(
@@ -158,6 +165,8 @@ def _check(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, transpose_rhs
         raise ValueError(f"axis 1 of lhs and rhs, the branches, must be equal; got {shapes}")
     if group_sizes.shape != rhs.shape[:1]:
         raise ValueError(f"group_sizes must have shape {rhs.shape[:1]}, one a matrix; got {shapes}")
+    if rhs.shape[0] == 0:
+        raise ValueError(f"rhs must hold one group or more; got {shapes}")
     if lhs.shape[0] > _MAX_ROWS:
         raise ValueError(f"grouped_matmul takes up to 2**31 - 1 rows, got {shapes}: split the rows")
     return jnp.result_type(lhs, rhs)
@@ -172,12 +181,11 @@ def _precision_name(precision: jax.lax.PrecisionLike) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)  # outside a jit, a loop would compile at every call
 def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    backend = load_backend(call.backend)
-
     def run(lhs, rhs, group_sizes):
-        with jax.default_matmul_precision(call.precision):
-            return backend.grouped_product(
+        with call.matmul_precision():
+            return load_backend(call.backend).grouped_product(
                 lhs, rhs, group_sizes, call.transpose_rhs, call.out_dtype
             )
 
@@ -204,12 +212,13 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def _contraction(call: _Call, lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    backend = load_backend(call.backend)
-
     def run(lhs, grad, group_sizes):
-        with jax.default_matmul_precision(call.precision):
-            return backend.row_contraction(lhs, grad, group_sizes, call.out_dtype)
+        with call.matmul_precision():
+            return load_backend(call.backend).row_contraction(
+                lhs, grad, group_sizes, call.out_dtype
+            )
 
     return _one_by_one(run)(lhs, grad, group_sizes)
 

@@ -6,6 +6,8 @@ reaches past its group's rows computes them for nothing and leaves the output th
 Measured by benchmarks/grouped_matmul_cpu.py.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -51,7 +53,7 @@ def _for_each_tile(start: jax.Array, end: jax.Array, rows: int, tile: int, body,
 
 def _flat(x: jax.Array) -> jax.Array:
     """[M, J, K] as [M, J * K]."""
-    return x.reshape(x.shape[0], -1)
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
 def grouped_product(

@@ -1,0 +1,318 @@
+"""Loading MoE layers out of public checkpoints, and saving them back."""
+
+import collections.abc
+import dataclasses
+import json
+import os
+import typing as tp
+
+import numpy as np
+
+from moe_flax import sharding
+from moe_flax.checkpoint import families
+from moe_flax.checkpoint.errors import fault
+from moe_flax.checkpoint.hf_config import write_config
+from moe_flax.checkpoint.kept import keep_parameters
+from moe_flax.checkpoint.mapping import (
+    ArrayParameter,
+    Binding,
+    Parameter,
+    Tensors,
+    read,
+    stored_chunks,
+)
+from moe_flax.checkpoint.modules import build_moe, named_variables, parameter_dtype
+from moe_flax.checkpoint.schema import Family, Form
+from moe_flax.checkpoint.source import Layer, bind, open_source
+from moe_flax.checkpoint.writer import (
+    DEFAULT_SHARD_BYTES,
+    Output,
+    array_output,
+    write_checkpoint,
+)
+from moe_flax.config import MoEConfig
+from moe_flax.layers import MoE
+
+Path: tp.TypeAlias = str | os.PathLike[str]
+
+
+class Rest(collections.abc.Mapping[str, np.ndarray]):
+    """The tensors that are no MoE parameter, by name; memory-mapped, read when used."""
+
+    def __init__(self, tensors: Tensors, names: tp.Iterable[str]):
+        self._tensors, self._names = tensors, dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise KeyError(name)
+        return np.asarray(self._tensors[name])
+
+    def __iter__(self) -> tp.Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """A model's MoE layers, and everything else that its checkpoint holds.
+
+    Attributes:
+      config: the configuration of most of its MoE layers.
+      layers: the MoE layers by index. An encoder-decoder's decoder layers count on from its
+        encoder's.
+      rest: every other tensor by its stored name, untouched.
+      hf_config: the parsed config.json, or {} for a model that has none yet.
+      beyond: layers past the configuration's last (multi-token prediction); in ``rest``.
+      origin: where each layer lay in the files, so that `save` puts it back; {} for new models.
+      dtypes: the stored dtype of each tensor, likewise; {} where ``dtype`` asked for another.
+    """
+
+    config: MoEConfig
+    layers: dict[int, MoE]
+    rest: tp.Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    hf_config: dict[str, tp.Any] = dataclasses.field(default_factory=dict)
+    beyond: tuple[int, ...] = ()
+    origin: dict[int, Layer] = dataclasses.field(default_factory=dict)
+    dtypes: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
+
+
+def load_layer(
+    path: Path,
+    layer: int,
+    *,
+    dtype: tp.Any = None,
+    mesh: sharding.AnyMesh | None = None,
+    rules: sharding.Rules | None = None,
+    quantized: tp.Literal["dequantize", "keep"] = "dequantize",
+    form: str | None = None,
+) -> MoE:
+    """Loads one MoE layer of a public checkpoint.
+
+    Args:
+      path: a directory with config.json and safetensors files, sharded or not.
+      layer: the layer's index in the model.
+      dtype: dtype of the experts' weights; None keeps the stored one. The router's parameters
+        are float32 always.
+      mesh, rules: see `moe_flax.MoE`; each process reads only what its devices hold.
+      quantized: "dequantize": quantized weights are read as floats, float32 unless ``dtype``
+        says otherwise. To "keep" them see `load_parameters`.
+      form: the on-disk form's name where a family has two under the same keys (Qwen3-VL-MoE).
+
+    Returns:
+      A `moe_flax.MoE`.
+
+    Raises:
+      CheckpointError: a ValueError that names the file and the tensor.
+    """
+    _check_quantized(quantized)
+    source = open_source(path, form=form, only=layer)
+    bound = source.layer(layer)
+    return build_moe(bound.config, source.parameters(layer), dtype=dtype, mesh=mesh, rules=rules)
+
+
+def load(
+    path: Path,
+    *,
+    dtype: tp.Any = None,
+    mesh: sharding.AnyMesh | None = None,
+    rules: sharding.Rules | None = None,
+    quantized: tp.Literal["dequantize", "keep"] = "dequantize",
+    form: str | None = None,
+) -> Checkpoint:
+    """Loads all MoE layers of a public checkpoint; nothing in it is lost.
+
+    Args and errors are those of `load_layer`.
+
+    Returns:
+      A `Checkpoint`: ``.config``, ``.layers``, ``.rest``.
+    """
+    _check_quantized(quantized)
+    source = open_source(path, form=form)
+    layers = {
+        index: build_moe(
+            bound.config, source.parameters(index), dtype=dtype, mesh=mesh, rules=rules
+        )
+        for index, bound in source.layers.items()
+    }
+    taken = [key for bound in source.layers.values() for key in bound.keys]
+    return Checkpoint(
+        config=source.config,
+        layers=layers,
+        rest=Rest(source.tensors, source.rest),
+        hf_config=without_quantization(source.hf_config),
+        beyond=tuple(source.beyond),
+        origin=source.layers,
+        dtypes={} if dtype else {key: np.dtype(source.tensors[key].dtype) for key in taken},
+    )
+
+
+def load_parameters(
+    path: Path,
+    layer: int,
+    *,
+    quantized: tp.Literal["dequantize", "keep"] = "dequantize",
+    form: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Loads one MoE layer's parameters as NumPy arrays, by their names in the layer.
+
+    Args:
+      path, layer, form: see `load_layer`.
+      quantized: "dequantize", or "keep": quantized parameters come as stored, with their scales
+        as ``experts.wi_scale`` and ``experts.wo_scale``, which `moe_flax.expert_ffn` takes.
+
+    Raises:
+      CheckpointError: a ValueError that names the file and the tensor.
+    """
+    if quantized not in ("dequantize", "keep"):
+        raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
+    source = open_source(path, form=form, only=layer)
+    bound = source.layer(layer)
+    kept = keep_parameters(bound.bindings, source.tensors) if quantized == "keep" else {}
+    parameters = source.parameters(layer).items()
+    return kept | {
+        name: read(p, dtype=parameter_dtype(name, p.dtype, None))
+        for name, p in parameters
+        if name not in kept
+    }
+
+
+def _check_quantized(quantized: str) -> None:
+    if quantized == "keep":
+        raise ValueError(
+            "a MoE layer holds float weights; load quantized ones with"
+            " moe_flax.checkpoint.load_parameters(..., quantized='keep')"
+        )
+    if quantized != "dequantize":
+        raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
+
+
+def without_quantization(config: tp.Mapping[str, tp.Any]) -> dict[str, tp.Any]:
+    """A config.json for the float tensors that a quantized checkpoint was read as."""
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "quantization_config"
+    }
+
+
+def save(
+    path: Path,
+    checkpoint: Checkpoint,
+    family: str | None = None,
+    *,
+    form: str | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes a checkpoint in a public family's files: safetensors, an index, config.json.
+
+    What was loaded goes back under its own keys, in its own form and dtypes; the directory
+    appears under its name when it is complete.
+
+    Args:
+      path: the directory; absent or empty.
+      checkpoint: what `load` gave, or a `Checkpoint` made around new layers.
+      family: a model type to write; by default the one it was loaded from, or its config names.
+      form: the family's on-disk form; by default the layer's own, or the family's first.
+      shard_bytes: bytes of tensors that a file holds at most.
+
+    Raises:
+      CheckpointError: a ValueError; the family cannot express the layers' configuration, or the
+        target is not empty.
+    """
+    row = families.find(family or checkpoint.config.family)
+    bound = target_layers(checkpoint, row, form)
+    outputs = []
+    for index, layer in bound.items():
+        parameters = {
+            name: ArrayParameter(variable[...])
+            for name, variable in named_variables(checkpoint.layers[index])
+        }
+        outputs += layer_outputs(layer, parameters, checkpoint.dtypes)
+    names = {output.name for output in outputs}
+    for name in checkpoint.rest:
+        if name in names:
+            raise fault("is in .rest and a layer's parameter", file=path, tensor=name)
+        outputs.append(array_output(name, np.asarray(checkpoint.rest[name])))
+    config = target_config(checkpoint, row)
+    write_checkpoint(
+        path,
+        outputs,
+        {"config.json": json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"},
+        shard_bytes=shard_bytes,
+    )
+
+
+def target_layers(checkpoint: Checkpoint, row: Family, form: str | None) -> dict[int, Layer]:
+    """Where each layer goes: back to where it was, or to the family's own keys."""
+    bound = {}
+    for index, module in checkpoint.layers.items():
+        origin = checkpoint.origin.get(index)
+        if origin is not None and origin.config.family != row.name:
+            origin = None
+        if origin is not None and form in (None, origin.form.name):
+            bound[index] = origin
+            continue
+        wanted, count = find_form(row, form), checkpoint.config.num_layers
+        bound[index] = bind(row, wanted, module.config, index, count, origin)
+    return bound
+
+
+def find_form(row: Family, name: str | None) -> Form:
+    """A family's form by name; its first by default."""
+    for form in row.forms:
+        if name in (None, form.name):
+            return form
+    names = ", ".join(form.name for form in row.forms)
+    raise fault(f"family {row.name} has no form {name!r}; it has {names}")
+
+
+def target_config(checkpoint: Checkpoint, row: Family) -> dict[str, tp.Any]:
+    """The config.json to write: the one that was read, or one made for the family."""
+    known = checkpoint.hf_config
+    if known and families.resolve(known)[0] is row:
+        return known
+    kept = {} if known else known
+    return {**kept, **write_config(row, checkpoint.config)}
+
+
+def layer_outputs(
+    layer: Layer, parameters: tp.Mapping[str, Parameter], dtypes: tp.Mapping[str, np.dtype]
+) -> list[Output]:
+    """The stored tensors of one layer.
+
+    A tensor keeps the dtype it was loaded with where its values survive that; a router that has
+    been trained since is written in float32.
+    """
+    outputs = []
+    if set(parameters) != set(layer.bindings):
+        differing = sorted(set(parameters) ^ set(layer.bindings))
+        raise fault(f"layer {layer.index}: {differing} are in the layer or the family, not in both")
+    for name, binding in layer.bindings.items():
+        parameter = parameters[name]
+        if tuple(parameter.shape) != binding.shape:
+            raise fault(
+                f"layer {layer.index}: {name} has shape {tuple(parameter.shape)},"
+                f" its configuration makes it {binding.shape}"
+            )
+        for key in binding.keys:
+            dtype = dtypes.get(key, parameter.dtype)
+            if dtype != parameter.dtype and not _survives(binding, key, parameter, dtype):
+                dtype = parameter.dtype
+            outputs.append(_output(binding, key, parameter, dtype))
+    return outputs
+
+
+def _output(binding: Binding, key: str, parameter: Parameter, dtype: np.dtype) -> Output:
+    return Output(
+        key, dtype, binding.stored_shape, lambda: stored_chunks(binding, key, parameter, dtype)
+    )
+
+
+def _survives(binding: Binding, key: str, parameter: Parameter, dtype: np.dtype) -> bool:
+    """Whether a tensor's values are the same after a cast to ``dtype``."""
+    return all(
+        np.array_equal(chunk, chunk.astype(dtype).astype(chunk.dtype), equal_nan=True)
+        for chunk in stored_chunks(binding, key, parameter, parameter.dtype)
+    )

@@ -1,0 +1,184 @@
+"""MoE layers as Orbax checkpoints: one a layer, the rest of the model beside them.
+
+PATH/moe_flax.json        configuration, config.json, and each layer's index
+PATH/layers/00003/        Orbax: {"experts.wi": [E, 2, D, F], ...}
+PATH/rest/                safetensors: every other tensor
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import typing as tp
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from moe_flax.checkpoint import families
+from moe_flax.checkpoint.convert import find_form, layer_outputs, without_quantization
+from moe_flax.checkpoint.errors import fault
+from moe_flax.checkpoint.hf_config import load_json, read_config, write_config
+from moe_flax.checkpoint.mapping import Index, Parameter, parameter_shapes, read
+from moe_flax.checkpoint.modules import parameter_dtype
+from moe_flax.checkpoint.reader import Reader
+from moe_flax.checkpoint.source import Source, bind
+from moe_flax.checkpoint.writer import (
+    DEFAULT_SHARD_BYTES,
+    Output,
+    array_output,
+    check_target,
+    incomplete,
+    write_checkpoint,
+)
+from moe_flax.config import MoEConfig
+
+META_NAME: tp.Final = "moe_flax.json"
+_Progress: tp.TypeAlias = tp.Callable[[int], tp.Any]
+
+
+def write_orbax(
+    path: str | os.PathLike[str],
+    source: Source,
+    *,
+    dtype: tp.Any = None,
+    fingerprint: str,
+    progress: _Progress = lambda n: None,
+) -> None:
+    """Converts a checkpoint to Orbax, a layer at a time; a run that was cut off is continued.
+
+    Args:
+      path: the directory; absent or empty. It appears when it is complete.
+      source: the opened checkpoint.
+      dtype: of the experts' weights; None keeps the stored one.
+      fingerprint: a run with another one is not continued.
+      progress: called with the number of bytes written.
+    """
+    path = pathlib.Path(path).absolute()
+    check_target(path)
+    work = incomplete(path)
+    mark = work / "fingerprint"
+    if not mark.is_file() or mark.read_text() != fingerprint:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        mark.write_text(fingerprint)
+    try:
+        for index in source.layers:
+            arrays = {}
+            target = work / "layers" / f"{index:05d}"
+            for name, parameter in source.parameters(index).items():
+                to = parameter_dtype(name, parameter.dtype, dtype)
+                arrays[name] = (parameter, to)
+            if not target.exists():  # Orbax renames a directory when it is complete
+                tree = {name: jax.device_put(read(p, dtype=to)) for name, (p, to) in arrays.items()}
+                with ocp.StandardCheckpointer() as checkpointer:
+                    checkpointer.save(target, tree)
+            progress(sum(int(np.prod(p.shape)) * to.itemsize for p, to in arrays.values()))
+        if not (work / "rest").exists():
+            rest = [array_output(n, np.asarray(source.tensors[n])) for n in source.rest]
+            write_checkpoint(work / "rest", rest, {}, progress=progress)
+        meta = {
+            "hf_config": without_quantization(source.hf_config),
+            "layers": {
+                str(i): {"config": bound.config.to_dict(), "form": bound.form.name}
+                for i, bound in source.layers.items()
+            },
+        }
+        (work / META_NAME).write_text(json.dumps(meta, indent=1))
+        mark.unlink()
+        if path.exists():
+            path.rmdir()
+        os.rename(work, path)
+    except Exception:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+class _Restored:
+    """A parameter in an Orbax directory, restored when it is read."""
+
+    def __init__(self, layer: "_Layer", name: str, shape: tuple[int, ...], dtype: np.dtype):
+        self.layer, self.name, self.shape, self.dtype = layer, name, shape, dtype
+
+    def read_into(self, out: np.ndarray, index: Index) -> None:
+        out[...] = self.layer.arrays()[self.name][index]
+
+
+class _Layer:
+    """One layer's arrays; the last one restored stays in memory."""
+
+    current: tp.ClassVar[tuple[pathlib.Path, dict[str, np.ndarray]] | None] = None
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        if _Layer.current is None or _Layer.current[0] != self.path:
+            _Layer.current = None
+            with ocp.StandardCheckpointer() as checkpointer:
+                tree = checkpointer.restore(self.path, self.abstract())
+            _Layer.current = (self.path, {n: np.asarray(a) for n, a in tree.items()})
+        return _Layer.current[1]
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.metadata(self.path).item_metadata
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return {
+            name: jax.ShapeDtypeStruct(meta.shape, meta.dtype, sharding=device)
+            for name, meta in dict(found).items()
+        }
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            name: _Restored(self, name, tuple(meta.shape), np.dtype(meta.dtype))
+            for name, meta in self.abstract().items()
+        }
+
+
+def from_orbax(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    family: str | None = None,
+    form: str | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: _Progress = lambda n: None,
+) -> None:
+    """Writes what `write_orbax` wrote as a family's own files.
+
+    Args:
+      source: the Orbax directory.
+      path: the directory to write; absent or empty.
+      family, form: what to write; by default what it came from.
+      shard_bytes, progress: see `write_checkpoint`.
+
+    Raises:
+      CheckpointError: source is no such directory, or the family cannot hold its layers.
+    """
+    root = pathlib.Path(source).absolute()
+    meta = load_json(root / META_NAME)
+    row, values = families.resolve(meta["hf_config"])
+    config = read_config(row, values)
+    target = families.find(family) if family else row
+    outputs: list[Output] = []
+    for number, layer in meta["layers"].items():
+        moe = MoEConfig.from_dict(layer["config"])
+        wanted = find_form(target, form or (layer["form"] if target is row else None))
+        bound = bind(target, wanted, moe, int(number), config.num_layers)
+        parameters = _Layer(root / "layers" / f"{int(number):05d}").parameters()
+        if set(parameters) != set(parameter_shapes(moe)):
+            raise fault(f"layer {number} lacks parameters", file=root)
+        outputs += layer_outputs(bound, parameters, {})
+    rest = Reader(root / "rest")
+    outputs += [array_output(name, rest[name]) for name in rest]
+    hf_config = meta["hf_config"] if target is row else write_config(target, config)
+    text = json.dumps(hf_config, indent=2, sort_keys=True).encode() + b"\n"
+    write_checkpoint(
+        path,
+        outputs,
+        {"config.json": text},
+        shard_bytes=shard_bytes,
+        progress=progress,
+        fingerprint=f"{root}:{(root / META_NAME).stat().st_mtime_ns}:{target.name}:{form}",
+    )

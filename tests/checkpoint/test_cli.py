@@ -1,0 +1,210 @@
+"""The moe-flax command: inspect and convert, dry, cut off, and there and back."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from golden import FIXTURES, config_of, fixture, relative_error, tensors_of, write
+
+from moe_flax.checkpoint.encode import SCHEMES, quantize
+from moe_flax.checkpoint.errors import CheckpointError
+from moe_flax.checkpoint.mapping import read
+from moe_flax.checkpoint.source import open_source
+from moe_flax.cli import main
+
+DEEPSEEK = FIXTURES / "deepseek_v3-plain"
+
+
+def test_inspect_reads_headers(capsys):
+    assert main(["inspect", str(DEEPSEEK)]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        r"family +deepseek_v3",
+        r"layers +1 MoE of 2: 1$",
+        r"experts +12 of width 8, 3 a token",
+        r"shared +width 16, add",
+        r"form +per_expert \(1 layers\)",
+        r"quantized +no",
+        r"in experts +float32 13\.8 kB",
+    ):
+        assert re.search(line, text, re.MULTILINE), (line, text)
+
+
+def test_inspect_of_a_bare_index_of_a_huge_model_takes_seconds(tmp_path, capsys):
+    """DeepSeek-V3's own shape: 61 layers, 256 experts, fp8 with scales, one layer past the last."""
+    config = config_of(DEEPSEEK) | {
+        "num_hidden_layers": 61, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    names = []
+    for layer in range(3, 62):
+        block = f"model.layers.{layer}.mlp."
+        names += [f"{block}gate.weight", f"{block}gate.e_score_correction_bias"]
+        owners = [f"{block}experts.{e}." for e in range(256)] + [f"{block}shared_experts."]
+        for owner in owners:
+            for kind in ("gate", "up", "down"):
+                names += [f"{owner}{kind}_proj.weight", f"{owner}{kind}_proj.weight_scale_inv"]
+    index = {
+        "weight_map": {name: f"model-{i % 163:05d}.safetensors" for i, name in enumerate(names)}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    start = time.process_time()
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert time.process_time() - start < 10
+    text = capsys.readouterr().out
+    assert "58 MoE of 61: 3-60" in text
+    assert "layers 61 are past the last one" in text
+    assert "index only" in text
+
+
+def test_errors_go_to_stderr(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "config.json: cannot be read" in capsys.readouterr().err
+    target = tmp_path / "full"
+    target.mkdir()
+    (target / "mine").write_text("")
+    assert main(["convert", str(DEEPSEEK), str(target)]) == 1
+    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["convert", str(DEEPSEEK), str(target), "--shard-size", "0"])
+
+
+def test_dry_run_prints_the_mapping_and_writes_nothing(tmp_path, capsys):
+    arguments = ["convert", str(DEEPSEEK), str(tmp_path / "m"), "--form", "fused", "--dry-run"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "layers 1: per_expert -> fused" in text
+    assert "experts.{E}.{gate_proj,up_proj}.weight [F D] ->" in text
+    assert "experts.gate_up_proj [E (J F) D]" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_forms_there_and_back(tmp_path):
+    (tmp_path / "s").mkdir()
+    tensors, config = fixture("deepseek_v3-plain")
+    source = write(tmp_path / "s" / "m", tensors, config, shards=3)
+    (source / "tokenizer.json").write_text("{}")
+    fused, back = tmp_path / "fused", tmp_path / "back"
+    assert main(["convert", str(source), str(fused), "--form", "fused", "--shard-size", "4KB"]) == 0
+    assert len(list(fused.glob("*.safetensors"))) > 3
+    assert (fused / "tokenizer.json").read_text() == "{}"
+    assert main(["convert", str(fused), str(back), "--form", "per_expert"]) == 0
+    assert config_of(back) == config
+    for name, value in tensors_of(back).items():
+        np.testing.assert_array_equal(value, tensors[name])
+    assert set(tensors_of(back)) == set(tensors)
+
+
+def test_orbax_there_and_back(tmp_path):
+    for name in ("deepseek_v3-plain", "gpt_oss-plain"):
+        tensors, config = fixture(name)
+        there, back = tmp_path / f"{name}.orbax", tmp_path / name
+        assert main(["convert", str(FIXTURES / name), str(there), "--to", "orbax"]) == 0
+        assert main(["convert", "--from-orbax", str(there), str(back)]) == 0
+        assert config_of(back) == config
+        saved = tensors_of(back)
+        assert set(saved) == set(tensors)
+        for key, value in tensors.items():
+            np.testing.assert_array_equal(saved[key], value)
+
+
+def test_dtype_spares_the_router_and_vectors(tmp_path):
+    assert main(["convert", str(DEEPSEEK), str(tmp_path / "m"), "--dtype", "bfloat16"]) == 0
+    for name, value in tensors_of(tmp_path / "m").items():
+        kept = ".gate." in name or value.ndim == 1
+        assert value.dtype == (np.float32 if kept else ml_dtypes.bfloat16), name
+
+
+def test_another_family(tmp_path, capsys):
+    source = str(FIXTURES / "mixtral-plain")
+    assert main(["convert", source, str(tmp_path / "m"), "--family", "qwen3_moe"]) == 0
+    assert config_of(tmp_path / "m")["model_type"] == "qwen3_moe"
+    assert "model.layers.0.mlp.experts.11.up_proj.weight" in tensors_of(tmp_path / "m")
+    assert main(["convert", source, str(tmp_path / "n"), "--family", "gpt_oss"]) == 1
+    assert "no place" in (err := capsys.readouterr().err) or "cannot express" in err
+    assert not (tmp_path / "n").exists()
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_quantized_checkpoints_read_back(tmp_path, scheme, capsys):
+    target = tmp_path / scheme
+    assert main(["convert", str(DEEPSEEK), str(target), "--quantize", scheme]) == 0
+    printed = re.search(r"layer 1: relative error of \w+ ([\d.e-]+)", capsys.readouterr().out)
+    assert printed
+    exact, rounded = open_source(DEEPSEEK), open_source(target)
+    errors = []
+    for name in ("experts.wi", "experts.wo"):
+        a, b = read(exact.parameters(1)[name]), read(rounded.parameters(1)[name])
+        errors.append((np.square(a - b).sum(), np.square(a).sum()))
+        assert relative_error(b, a) < 0.05
+    total = np.sqrt(np.sum(errors, 0)[0] / np.sum(errors, 0)[1])
+    assert float(printed[1]) == pytest.approx(total, rel=0.01)
+    np.testing.assert_array_equal(
+        read(rounded.parameters(1)["router.kernel"]), read(exact.parameters(1)["router.kernel"])
+    )
+
+
+@pytest.mark.parametrize(("scheme", "bound"), [("fp8_channel", 0.03), ("int8_channel", 0.01)])
+def test_quantize(scheme, bound):
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(130, 257)).astype(np.float32) * np.exp(rng.normal(size=(130, 1)))
+    matrix[3] = 0
+    values, scales = quantize(matrix, scheme)
+    assert values.dtype == SCHEMES[scheme].dtype
+    assert scales.shape == (130, 1)
+    assert relative_error(values.astype(np.float32) * scales, matrix) < bound
+    assert np.abs(values.astype(np.float32)).max() == (127 if "int8" in scheme else 448)
+    with pytest.raises(CheckpointError, match="not finite"):
+        quantize(np.full((2, 2), np.nan), scheme)
+    with pytest.raises(CheckpointError, match="'fp3' is not known"):
+        quantize(matrix, "fp3")
+
+
+def test_quantizing_a_fused_form_is_refused(tmp_path, capsys):
+    source = str(FIXTURES / "qwen3_moe-double")
+    assert main(["convert", source, str(tmp_path / "m"), "--quantize", "fp8_block"]) == 1
+    assert "per-expert form" in capsys.readouterr().err
+    arguments = ["convert", source, str(tmp_path / "m"), "--quantize", "fp8_block"]
+    assert main([*arguments, "--form", "per_expert"]) == 0
+
+
+def test_killed_conversion_is_continued(tmp_path):
+    """kill -9 in the middle: nothing looks finished; run again, the files are those of one run."""
+    arguments = ["convert", str(DEEPSEEK), str(tmp_path / "m"), "--form", "fused"]
+    arguments += ["--shard-size", "2KB"]
+    code = (
+        "import os, sys, tqdm, moe_flax.cli as cli\n"
+        "update, written = tqdm.tqdm.update, [0]\n"
+        "def killing(self, n=1):\n"
+        "    written[0] += n\n"
+        "    if written[0] > 15000: os.kill(os.getpid(), 9)\n"
+        "    return update(self, n)\n"
+        "tqdm.tqdm.update = killing\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    root = pathlib.Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, check=False, capture_output=True
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["m.incomplete"]
+    done = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "m.incomplete").glob("*.safetensors")}
+    assert len(done) > 2
+    assert main(arguments) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert all((tmp_path / "m" / n).stat().st_mtime_ns == t for n, t in done.items())
+    arguments[2] = str(tmp_path / "whole")
+    assert main(arguments) == 0
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "m" / path.name).read_bytes()

@@ -1,0 +1,115 @@
+"""The family table: config.json to MoEConfig and back, and what it refuses."""
+
+import json
+
+import pytest
+from golden import FAMILIES, FIXTURES, config_of
+
+from moe_flax import config as moe_config
+from moe_flax.checkpoint import families
+from moe_flax.checkpoint.errors import CheckpointError
+from moe_flax.checkpoint.hf_config import write_config
+from moe_flax.checkpoint.layouts import PARAMETER_AXES, parse
+from moe_flax.config import MoEConfig
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+}
+
+
+def test_reads_a_dict_a_file_and_a_directory(tmp_path):
+    expected = MoEConfig(
+        features=4096,
+        hidden_features=14336,
+        num_experts=8,
+        num_experts_per_token=2,
+        num_layers=32,
+        moe_layers=tuple(range(32)),
+        family="mixtral",
+    )
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MIXTRAL))
+    assert MoEConfig.from_hf(MIXTRAL) == expected
+    assert MoEConfig.from_hf(file) == expected
+    assert MoEConfig.from_hf(str(tmp_path)) == expected
+
+
+def test_unknown_model_type_lists_the_known():
+    with pytest.raises(ValueError, match=r"'llama' is not known; known: mixtral, .*qwen3_moe"):
+        MoEConfig.from_hf({"model_type": "llama"})
+    with pytest.raises(CheckpointError, match="model_type '' is not known"):
+        MoEConfig.from_hf({})
+
+
+@pytest.mark.parametrize("field", sorted(set(MIXTRAL) - {"model_type"}))
+def test_missing_field_is_named(field):
+    with pytest.raises(ValueError, match=f"no .*{field}"):
+        MoEConfig.from_hf({k: v for k, v in MIXTRAL.items() if k != field})
+    with pytest.raises(ValueError, match=f"no .*{field}"):
+        MoEConfig.from_hf({**MIXTRAL, field: None})
+
+
+def test_values_that_mean_nothing_known():
+    with pytest.raises(ValueError, match="hidden_act='quick_gelu'; known"):
+        MoEConfig.from_hf({**MIXTRAL, "hidden_act": "quick_gelu"})
+    with pytest.raises(ValueError, match="expected a non-negative integer"):
+        MoEConfig.from_hf({**MIXTRAL, "num_local_experts": "8"})
+    with pytest.raises(ValueError, match="contradicts itself"):
+        MoEConfig.from_hf({**MIXTRAL, "num_experts": 16})
+    with pytest.raises(ValueError, match="num_experts_per_token"):
+        MoEConfig.from_hf({**MIXTRAL, "num_experts_per_tok": 9})
+
+
+def test_aliases_of_the_number_of_experts():
+    values = {k: v for k, v in MIXTRAL.items() if k != "num_local_experts"}
+    for name in ("num_experts", "n_routed_experts", "moe_num_experts"):
+        assert MoEConfig.from_hf({**values, name: 8}).num_experts == 8
+
+
+def test_a_missing_field_takes_the_familys_own_default():
+    qwen3 = config_of(FIXTURES / "qwen3_moe-plain")
+    del qwen3["norm_topk_prob"]
+    assert not MoEConfig.from_hf(qwen3).router.renormalize
+
+
+def test_layers_by_step_and_exception():
+    qwen3 = {**config_of(FIXTURES / "qwen3_moe-plain"), "num_hidden_layers": 8}
+    qwen3 |= {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert MoEConfig.from_hf(qwen3).moe_layers == (1, 5, 7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_written_fields_read_back_the_same(family):
+    config = families.config_from_hf(FIXTURES / f"{family}-plain")
+    assert families.config_from_hf(write_config(families.find(config.family), config)) == config
+
+
+def test_a_family_that_cannot_say_it_is_an_error():
+    config = MoEConfig.from_hf({**MIXTRAL})
+    config = moe_config.MoEConfig.from_dict({**config.to_dict(), "activation": "gpt_oss"})
+    with pytest.raises(
+        CheckpointError, match=r"family mixtral cannot express activation='gpt_oss'"
+    ):
+        write_config(families.find("mixtral"), config)
+
+
+def test_every_row_is_sound():
+    assert len(families.BY_MODEL_TYPE) == sum(len(f.model_types) for f in families.TABLE)
+    for family in families.TABLE:
+        names = [form.name for form in family.forms]
+        assert len(set(names)) == len(names), family.name
+        for form in family.forms:
+            parameters = [entry.parameter for entry in form.entries]
+            assert len(set(parameters)) == len(parameters), (family.name, form.name)
+            for entry in form.entries:
+                wanted = {a for group in parse(PARAMETER_AXES[entry.parameter]) for a in group}
+                named = {a for group in parse(entry.axes) for a in group}
+                named |= {a for a in "EJ" if f"{{{a}}}" in (entry.key or "")}
+                assert wanted - named - {"1"} <= {"E"}, (family.name, entry)
+                assert named - wanted <= {"1"}, (family.name, entry)
+                assert ("{J}" in (entry.key or "")) == bool(entry.branches), (family.name, entry)
