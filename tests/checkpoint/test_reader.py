@@ -195,6 +195,7 @@ def test_file_that_shrinks_after_it_was_opened(tmp_path):
         reader["x"]
 
 
+@pytest.mark.parity
 def test_torch_files(tmp_path):
     torch = pytest.importorskip("torch")
     whole = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -205,6 +206,7 @@ def test_torch_files(tmp_path):
     assert reader.info("a").shape == (2, 3)
 
 
+@pytest.mark.parity
 def test_torch_files_in_shards(tmp_path):
     torch = pytest.importorskip("torch")
     for name in "ab":
@@ -218,6 +220,7 @@ def test_torch_files_in_shards(tmp_path):
         Reader(tmp_path)
 
 
+@pytest.mark.parity
 def test_a_pickle_never_runs(tmp_path):
     torch = pytest.importorskip("torch")
     mark = tmp_path / "ran"

@@ -10,7 +10,7 @@ from golden import FIXTURES, relative_error, tensors_of
 
 from moe_flax import checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(FIXTURES))

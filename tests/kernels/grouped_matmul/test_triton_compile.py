@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 
 
-@pytest.mark.slow
+@pytest.mark.triton
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("capability", LIMIT)
 def test_kernels_compile_within_the_chips_limits(capability, tmp_path):

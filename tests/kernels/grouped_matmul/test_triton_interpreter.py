@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.mark.slow
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", ["gated", "clamped", "no gate"])
 def test_ffn_and_gradients(case):
