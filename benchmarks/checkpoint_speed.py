@@ -101,7 +101,7 @@ class Peak:
 
 def main() -> None:
     """Runs it and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Conversion speed beside a copy.")
     parser.add_argument("--gigabytes", type=float, default=6.0)
     parser.add_argument("--directory", type=pathlib.Path, default=None)
     arguments = parser.parse_args()
