@@ -7,6 +7,7 @@ import jax
 import mixtral_format
 import numpy as np
 import pytest
+import safetensors.numpy
 from decoder import Decoder, DecoderConfig
 from flax import nnx
 
@@ -42,6 +43,28 @@ def test_same_logits_and_every_weight(tmp_path):
         np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
     np.testing.assert_allclose(run(loaded, tokens), run(model, tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_files_are_as_mixtral_has_them(tmp_path):
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    mixtral_format.save(tmp_path / "m", model, context=32)
+    stored = {}
+    for path in (tmp_path / "m").glob("*.safetensors"):
+        stored |= safetensors.numpy.load_file(path)
+    layer = model.layers[1]
+    for name, expected in {
+        "self_attn.q_proj": layer.attention.query.kernel[...].T,
+        "self_attn.o_proj": layer.attention.out.kernel[...].T,
+        "post_attention_layernorm": layer.feed_forward_norm.scale[...],
+        "block_sparse_moe.gate": layer.feed_forward.router.kernel[...].T,
+        "block_sparse_moe.experts.3.w1": layer.feed_forward.experts.wi[3, 0].T,
+        "block_sparse_moe.experts.3.w3": layer.feed_forward.experts.wi[3, 1].T,
+        "block_sparse_moe.experts.3.w2": layer.feed_forward.experts.wo[3].T,
+    }.items():
+        np.testing.assert_array_equal(stored[f"model.layers.1.{name}.weight"], expected)
+    np.testing.assert_array_equal(stored["lm_head.weight"], model.head.kernel[...].T)
+    np.testing.assert_array_equal(stored["model.embed_tokens.weight"], model.embed.embedding[...])
+    assert len(stored) == 3 + 2 * (2 + 4 + 1 + 4 * 3)
 
 
 def test_a_bias_in_use_is_refused(tmp_path):
