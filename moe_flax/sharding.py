@@ -109,6 +109,8 @@ def active_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
 
     Inside a caller's ``shard_map`` the one in scope wins: it knows which axes are manual.
     """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, AbstractMesh or None, got {mesh!r}")
     scope = jax.sharding.get_abstract_mesh()
     if not scope.empty and (mesh is None or scope.manual_axes):
         return scope

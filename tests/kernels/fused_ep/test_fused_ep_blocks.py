@@ -158,6 +158,7 @@ def test_wrong_operands():
         fused_ep_moe(x, wi, wo, routing, mesh=mesh, method="magic")
 
 
+@pytest.mark.slow
 def test_the_fallback_is_equal():
     from fused_ep_case import Case, make_mesh, relative_error
 

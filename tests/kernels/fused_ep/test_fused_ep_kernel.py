@@ -26,6 +26,7 @@ def test_four_devices_any_load():
             assert not np.any(np.asarray(out, np.float32))
 
 
+@pytest.mark.slow
 def test_uneven_sizes_in_passes_on_an_explicit_mesh():
     """D and F of no whole lanes, F split over a tensor axis, several passes, eager copies."""
     case = Case(tokens=37, experts=4, k=3, features=100, hidden=264, dtype="float32")
