@@ -286,9 +286,9 @@ def test_bad_inputs():
         layer(inputs(3, 16), mask=jnp.ones(4, bool))
     with pytest.raises(TypeError, match="mask must be of dtype bool, got int32"):
         layer(inputs(3, 16), mask=jnp.ones(3, jnp.int32))
-    with pytest.raises(TypeError, match="param_dtype must be a floating dtype, got.*int8"):
+    with pytest.raises(TypeError, match=r"param_dtype must be a floating dtype, got.*int8"):
         make(param_dtype=jnp.int8)
-    with pytest.raises(TypeError, match="mesh must be.*got 3"):
+    with pytest.raises(TypeError, match=r"mesh must be.*got 3"):
         make(mesh=3)
     with pytest.raises(ValueError, match="no correction bias"):
         layer.update_correction_bias(jnp.ones(8))
