@@ -4,7 +4,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest
 
-.PHONY: demo test test-slow test-parity test-triton test-gpu lint bench clean
+.PHONY: demo test test-slow test-parity test-triton test-tpu test-gpu lint bench clean
 
 # The stamp is newer than pyproject.toml once all is installed.
 $(VENV)/.installed: pyproject.toml
@@ -21,8 +21,11 @@ DEFAULT = not slow and not parity and not triton and not gpu
 test: $(VENV)/.installed  ## the default suite, under 10 minutes on 2 cores
 	$(PYTEST) -n auto -m "$(DEFAULT)"
 
-test-slow: $(VENV)/.installed  ## more meshes, larger cases, the TPU interpreter
-	$(PYTEST) -n auto -m slow
+test-slow: $(VENV)/.installed  ## more meshes, larger cases
+	$(PYTEST) -n auto -m slow --ignore=tests/kernels/fused_ep
+
+test-tpu: $(VENV)/.installed  ## the TPU kernel in Pallas' interpreter, without a TPU: long
+	$(PYTEST) -m slow tests/kernels/fused_ep --timeout 1500
 
 $(VENV)/.parity: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --editable '.[test,parity]'
