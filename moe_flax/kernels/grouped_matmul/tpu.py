@@ -1,8 +1,6 @@
 """The backend for TPU: XLA's ragged products, one for each branch.
 
-XLA has a kernel for a ragged product of two axes by three, and for a contraction over ragged rows;
-with a branch axis in the matrices it falls back to one dense product a group, G times the work.
-So the branches, two at most, go one by one.
+A ragged product takes two axes by three: the branches, two at most, go one by one.
 """
 
 import functools
