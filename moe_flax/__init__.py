@@ -1,5 +1,7 @@
 """Mixture-of-experts layers for Flax: fast on CPU, GPU and TPU, sharded over any mesh."""
 
+import typing as _tp
+
 from moe_flax import checkpoint, losses
 from moe_flax.activations import Activation
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig, preset_names
@@ -26,8 +28,17 @@ __all__ = [
     "SharedExperts",
     "checkpoint",
     "expert_ffn",
+    "fused_ep_moe",
     "grouped_matmul",
     "losses",
     "preset_names",
     "route",
 ]
+
+
+def __getattr__(name: str) -> _tp.Any:
+    if name == "fused_ep_moe":  # imports Pallas for TPU, which few programs need
+        from moe_flax.kernels.fused_ep import fused_ep_moe
+
+        return fused_ep_moe
+    raise AttributeError(f"module 'moe_flax' has no attribute {name!r}")

@@ -63,19 +63,23 @@ class Activation:
         branches = hidden.shape[-2]
         if branches not in (1, 2):
             raise ValueError(f"expected 1 or 2 branches on axis -2, got shape {hidden.shape}")
-        limit = self.limit
-        first = hidden[..., 0, :]
-        if limit is not None and self.clamp == "before":
-            first = jnp.minimum(first, limit)
+        first = self.activate(hidden[..., 0, :])
+        return first if branches == 1 else self.multiply(first, hidden[..., 1, :])
+
+    def activate(self, first: jax.Array) -> jax.Array:
+        """The function on the gate, or on the up branch where there is no gate."""
+        if self.limit is not None and self.clamp == "before":
+            first = jnp.minimum(first, self.limit)
         first = self._function(first)
-        if limit is not None and self.clamp == "after":
-            first = jnp.minimum(first, limit)
-        if branches == 1:
-            return first
-        up = hidden[..., 1, :]
-        if limit is not None:
-            up = jnp.clip(up, -limit, limit)
-        return first * (up + self.up_offset) if self.up_offset else first * up
+        if self.limit is not None and self.clamp == "after":
+            first = jnp.minimum(first, self.limit)
+        return first
+
+    def multiply(self, activated: jax.Array, up: jax.Array) -> jax.Array:
+        """The activated gate times the up branch."""
+        if self.limit is not None:
+            up = jnp.clip(up, -self.limit, self.limit)
+        return activated * (up + self.up_offset) if self.up_offset else activated * up
 
 
 ACTIVATIONS: dict[str, Activation] = {

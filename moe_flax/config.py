@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import numbers
 import os
 import pathlib
 import tomllib
@@ -15,6 +16,12 @@ _Path: tp.TypeAlias = str | os.PathLike[str]
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def _check_type(name: str, value: object, *allowed: type) -> None:
+    if not isinstance(value, allowed):
+        kinds = " or ".join(kind.__name__ for kind in allowed)
+        raise TypeError(f"{name} must be {kinds}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +129,7 @@ class SharedConfig:
 
     def __post_init__(self):
         _check_choice("combine", self.combine, ("add", "average", "gated"))
+        _check_type("hidden_features", self.hidden_features, numbers.Integral)
         if self.hidden_features < 1:
             raise ValueError(f"hidden_features must be >= 1, got {self.hidden_features}")
         if self.activation is not None:
@@ -159,6 +167,10 @@ class MoEConfig:
     family: str = ""
 
     def __post_init__(self):
+        _check_type("router", self.router, RouterConfig)
+        _check_type("shared", self.shared, SharedConfig, type(None))
+        for name in ("features", "hidden_features", "num_experts", "num_experts_per_token"):
+            _check_type(name, getattr(self, name), numbers.Integral)
         for name in ("features", "hidden_features", "num_experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")

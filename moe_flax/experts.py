@@ -67,7 +67,7 @@ def expert_ffn(
     )
     routing = Routing(ids, weights, apply_to=routing.apply_to)
     whole = getattr(load_backend(name), "expert_ffn", None) or functools.partial(
-        _sorted_ffn, backend=name
+        sorted_ffn, backend=name
     )
     return whole(
         tokens,
@@ -83,7 +83,7 @@ def expert_ffn(
     )
 
 
-def _sorted_ffn(
+def sorted_ffn(
     tokens, wi, wo, routing, *, activation, wi_bias, wo_bias, wi_scale, wo_scale, precision, backend
 ) -> jax.Array:
     """Sort, two grouped products, combine: for backends that have only the products."""

@@ -183,6 +183,9 @@ class MoE(nnx.Module):
             use_bias=use_bias,
         )
         self.config = config
+        for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
+            if given is not None and not jnp.issubdtype(given, jnp.floating):
+                raise TypeError(f"{name} must be a floating dtype, got {given}")
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
@@ -255,8 +258,9 @@ class MoE(nnx.Module):
         Raises:
           ValueError: the last dimension is not D, or the mask's shape is not ``inputs``' without
             it.
-          TypeError: inputs are not of a floating dtype.
+          TypeError: inputs are not of a floating dtype, or the mask is not bool.
         """
+        inputs, mask = jnp.asarray(inputs), None if mask is None else jnp.asarray(mask)
         _check_inputs(inputs, mask, self.config.features)
         dtype = self.dtype or jnp.result_type(inputs, self.experts.wi[...], self.experts.wo[...])
         rows, statistics = self._forward(inputs.astype(dtype), mask)
@@ -284,6 +288,7 @@ class MoE(nnx.Module):
             raise ValueError(
                 "the router has no correction bias; RouterConfig(correction_bias=True)"
             )
+        tokens_per_expert = jnp.asarray(tokens_per_expert)
         if tokens_per_expert.shape != (self.config.num_experts,):
             raise ValueError(
                 f"tokens_per_expert must be of shape ({self.config.num_experts},), got"
@@ -295,6 +300,7 @@ class MoE(nnx.Module):
         self, inputs: Float[Array, "... D"], mask: Bool[Array, "..."] | None
     ) -> tuple[Float[Array, "... D"], losses.RoutingStatistics]:
         mesh = sharding.active_mesh(self.mesh)
+        sharding.check_scope(mesh)
         axes = sharding.resolve_axes(mesh, self.rules) if mesh is not None else None
         forward = Forward(
             config=self.config,
@@ -335,3 +341,5 @@ def _check_inputs(inputs: jax.Array, mask: jax.Array | None, features: int) -> N
         raise ValueError(f"inputs must be [..., {features}], got shape {inputs.shape}")
     if mask is not None and mask.shape != inputs.shape[:-1]:
         raise ValueError(f"mask must be of shape {inputs.shape[:-1]}, got {mask.shape}")
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")

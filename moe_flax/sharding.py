@@ -109,10 +109,26 @@ def active_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
 
     Inside a caller's ``shard_map`` the one in scope wins: it knows which axes are manual.
     """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, AbstractMesh or None, got {mesh!r}")
     scope = jax.sharding.get_abstract_mesh()
     if not scope.empty and (mesh is None or scope.manual_axes):
         return scope
     return mesh
+
+
+def check_scope(mesh: AnyMesh | None) -> None:
+    """Raises a ValueError where a mesh in scope has other axes than the one to be used."""
+    scope = jax.sharding.get_abstract_mesh()
+    if mesh is None or scope.empty:
+        return
+    ours, theirs = ((dict(m.shape), tuple(t.name for t in m.axis_types)) for m in (mesh, scope))
+    if ours != theirs:
+        raise ValueError(
+            f"the layer's mesh has axes {ours[0]} of types {ours[1]}, the one in scope"
+            f" (jax.set_mesh) {theirs[0]} of types {theirs[1]}: give the layer no mesh, or call it"
+            " in the scope of its own"
+        )
 
 
 def resolve_axes(mesh: AnyMesh, rules: Rules | None = None) -> MeshAxes:

@@ -176,3 +176,19 @@ def test_sparse_mixer_takes_two_experts():
     router = RouterConfig(selection="sparse_mixer", renormalize=False)
     with pytest.raises(ValueError, match="num_experts_per_token=2, got 3"):
         MoEConfig(16, 24, 8, 3, router=router)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_experts": 8.0}, "num_experts must be Integral, got 8.0"),
+        ({"num_experts_per_token": 1.5}, "num_experts_per_token must be Integral, got 1.5"),
+        ({"features": "4"}, "features must be Integral, got '4'"),
+        ({"router": {"score": "sigmoid"}}, "router must be RouterConfig, got {'score'"),
+        ({"shared": 16}, "shared must be SharedConfig or NoneType, got 16"),
+    ],
+)
+def test_wrong_types_say_what_is_allowed(values, message):
+    sizes = {"features": 4, "hidden_features": 4, "num_experts": 8, "num_experts_per_token": 2}
+    with pytest.raises(TypeError, match=message):
+        MoEConfig(**(sizes | values))

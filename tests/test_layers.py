@@ -211,6 +211,12 @@ def test_gradients_equal_the_references():
     assert max(jax.tree.leaves(errors)) < 5e-6
 
 
+def test_numpy_and_lists_as_inputs():
+    layer, x = make(), inputs(3, 16)
+    np.testing.assert_array_equal(layer(np.asarray(x)), layer(x))
+    np.testing.assert_array_equal(layer(np.asarray(x).tolist()), layer(x))
+
+
 def test_same_inputs_same_bits():
     layer, x = make(), inputs(50, 16)
     run = nnx.jit(nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(x)))))
@@ -278,6 +284,12 @@ def test_bad_inputs():
             layer(jnp.ones((3, 16), dtype))
     with pytest.raises(ValueError, match=r"mask must be of shape \(3,\), got \(4,\)"):
         layer(inputs(3, 16), mask=jnp.ones(4, bool))
+    with pytest.raises(TypeError, match="mask must be of dtype bool, got int32"):
+        layer(inputs(3, 16), mask=jnp.ones(3, jnp.int32))
+    with pytest.raises(TypeError, match=r"param_dtype must be a floating dtype, got.*int8"):
+        make(param_dtype=jnp.int8)
+    with pytest.raises(TypeError, match=r"mesh must be.*got 3"):
+        make(mesh=3)
     with pytest.raises(ValueError, match="no correction bias"):
         layer.update_correction_bias(jnp.ones(8))
     biased = make(router=RouterConfig(score="sigmoid", correction_bias=True))

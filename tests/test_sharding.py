@@ -122,3 +122,18 @@ def test_made_under_jit_and_vmap():
     assert stack.experts.wo.shape == (3, 8, 24, 16)
     assert stack.experts.wo.get_metadata("out_sharding") == ("layers", "expert", "mlp", "embed")
     assert bool(jnp.isfinite(stack.experts.wo[...]).all())
+
+
+def test_the_layers_mesh_and_the_one_in_scope_must_have_the_same_axes():
+    one = jax.make_mesh((2, 4), ("data", "expert"))
+    other = jax.make_mesh((4, 2), ("expert", "tensor"))
+    layer = nnx.eval_shape(lambda: MoE(16, 8, 4, 2, mesh=one, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    message = r"layer's mesh has axes \{'data': 2, 'expert': 4\}.*\{'expert': 4, 'tensor': 2\}"
+    with jax.set_mesh(other), pytest.raises(ValueError, match=message):
+        nnx.eval_shape(lambda m, x: m(x), layer, x)
+    auto = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(auto), pytest.raises(ValueError, match=r"Explicit.*Auto"):
+        nnx.eval_shape(lambda m, x: m(x), layer, x)
+    with jax.set_mesh(one):
+        assert nnx.eval_shape(lambda m, x: m(x), layer, x).shape == (4, 16)

@@ -1,13 +1,14 @@
 """Which implementation runs: one rule for every kernel that has several."""
 
+import functools
 import importlib.util
+import warnings
 
 import jax
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "tpu", "xla")
 _OWN = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}
 _NEEDS = {
-    "triton": ("triton", "jax_triton", "moe_flax.kernels.grouped_matmul.triton"),
     "tpu": ("moe_flax.kernels.grouped_matmul.tpu",),
 }
 
@@ -37,11 +38,19 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
     platform = platform or _default_platform()
     if backend == "auto":
         own = _OWN.get(platform, "xla")
-        return "xla" if _missing(own, platform) else own
+        missing = _missing(own, platform)
+        if missing and platform == "gpu":
+            _warn_once(f"running on XLA's own products instead of Triton kernels: {missing}")
+        return "xla" if missing else own
     missing = _missing(backend, platform)
     if missing:
         raise ValueError(f"backend {backend!r} cannot run here: {missing}; backend='auto' can")
     return backend
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _default_platform() -> str:
@@ -57,6 +66,12 @@ def _missing(backend: str, platform: str) -> str | None:
     """Says what keeps a backend from running, or None."""
     if backend == "triton" and platform != "gpu":
         return f"it needs an NVIDIA GPU, and the platform is {platform!r}"
+    if backend == "triton":
+        from moe_flax.kernels.grouped_matmul.triton import availability
+
+        return availability.problem() or availability.capability_problem(
+            getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "8.0")
+        )
     for module in _NEEDS.get(backend, ()):
         if importlib.util.find_spec(module) is None:
             return f"module {module} is not installed (for GPUs: pip install 'moe-flax[gpu]')"

@@ -129,15 +129,14 @@ def grouped_matmul(
       ValueError: ranks or sizes that do not fit, or a backend that is unknown or cannot run.
       TypeError: operands or sizes of another dtype than those allowed.
     """
+    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     dtype = _check(lhs, rhs, group_sizes, transpose_rhs)
     out_dtype = jnp.dtype(dtype if preferred_element_type is None else preferred_element_type)
     if out_dtype.name not in _DTYPES:
         raise TypeError(f"preferred_element_type must be one of {_DTYPES}, got {out_dtype.name}")
     call = _Call(resolve_backend(backend), transpose_rhs, out_dtype, _precision_name(precision))
     load_backend(call.backend)
-    operands = align_varying(
-        lhs.astype(dtype), rhs.astype(dtype), jnp.asarray(group_sizes).astype(jnp.int32)
-    )
+    operands = align_varying(lhs.astype(dtype), rhs.astype(dtype), group_sizes.astype(jnp.int32))
     return _product(call, *operands)
 
 

@@ -1,0 +1,122 @@
+"""Compiles the Triton kernels for GPUs that need not be there; prints what the assembler says.
+
+    python benchmarks/compile_kernels.py [--json FILE] [80 90 100]
+
+Needs jax-triton, triton and the GPU plugin's wheel (without its CUDA libraries): on a machine
+without a GPU, `pip install jax-triton triton` and `pip install --no-deps jax-cuda13-plugin`, each
+of the versions that the gpu extra names.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+DUMPS = tempfile.TemporaryDirectory()
+os.environ["JAX_TRITON_DUMP_DIR"] = DUMPS.name
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import triton  # noqa: E402
+
+from moe_flax.activations import resolve_activation  # noqa: E402
+from moe_flax.kernels.grouped_matmul.triton import ffn, launch  # noqa: E402
+
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
+# T, E, K, D, F, activation, branches, biases, dtype, with gradients
+CASES = {
+    "long groups": (8192, 8, 2, 1024, 2048, "silu", 2, False, "bfloat16", True),
+    "short hidden axis": (8192, 8, 2, 1024, 512, "silu", 2, False, "bfloat16", False),
+    "groups of about 64": (256, 8, 2, 1024, 2048, "silu", 2, True, "bfloat16", False),
+    "groups of about 16": (64, 8, 2, 1024, 2048, "gpt_oss", 2, True, "bfloat16", False),
+    "groups of about 4": (16, 8, 2, 1024, 2048, "relu2", 1, False, "bfloat16", False),
+    "odd widths": (64, 8, 2, 257, 451, "gelu", 2, True, "float16", True),
+    "float32": (512, 8, 2, 264, 320, "gelu_tanh", 2, False, "float32", True),
+}
+
+
+def lower(case: tuple, capability: int) -> None:
+    """Lowers one case's kernels; jax-triton leaves their PTX under DUMPS."""
+    tokens, experts, top_k, features, hidden, name, branches, biases, dtype, gradients = case
+    shape = jax.ShapeDtypeStruct
+    x = shape((tokens, features), dtype)
+    wi = shape((experts, branches, features, hidden), dtype)
+    wo = shape((experts, hidden, features), dtype)
+    wi_bias = shape((experts, branches, hidden), jnp.float32) if biases else None
+    wo_bias = shape((experts, features), jnp.float32) if biases else None
+    ids, weights = shape((tokens, top_k), jnp.int32), shape((tokens, top_k), jnp.float32)
+    with launch.compile_for(capability):
+        call = ffn.make_call(resolve_activation(name), x, wi, ids)
+        run = functools.partial(ffn.routed_ffn, call)
+        if gradients:
+
+            def run(x, wi, wo, wi_bias, wo_bias, ids, weights):
+                def loss(*args):
+                    return ffn.routed_ffn(call, *args[:5], ids, args[5])
+
+                y, pull = jax.vjp(loss, x, wi, wo, wi_bias, wo_bias, weights)
+                return y, pull(y)
+
+        traced = jax.jit(run).trace(x, wi, wo, wi_bias, wo_bias, ids, weights)
+        traced.lower(lowering_platforms=("cuda",))
+
+
+def assemble(ptx: pathlib.Path, capability: int) -> dict:
+    """Runs the assembler that Triton ships: registers, spills, shared memory, tensor-core use."""
+    tools = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin"
+    newest = tools / "ptxas-blackwell"
+    tool = newest if capability >= 100 and newest.exists() else tools / "ptxas"
+    arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    command = [tool, "-v", f"-arch={arch}", ptx, "-o", ptx.with_suffix(".cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{ptx.name} for {arch}: {done.stderr}")
+    text = ptx.read_text()
+    info = (ptx.parent / f"{ptx.stem}.compile_info").read_text()
+    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    shared = re.search(r"shared\D*(\d+)", info)
+    return {
+        "kernel": ptx.stem,
+        "capability": capability,
+        "registers": int(re.findall(r"Used (\d+) registers", done.stderr)[-1]),
+        "spills": sum(int(n) for pair in spilled for n in pair),
+        "serialised": "serialized" in done.stderr,
+        "shared": int(shared.group(1)) if shared else 0,
+        "wgmma": text.count("wgmma.mma_async"),
+        "tcgen05": text.count("tcgen05.mma"),
+        "mma": text.count("mma.sync"),
+        "tma_loads": text.count("cp.async.bulk.tensor"),
+        "wgmma_in_flight": len(re.findall(r"wgmma.wait_group.sync.aligned [1-9]", text)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("capabilities", nargs="*", type=int, default=[80, 90, 100])
+    parser.add_argument("--json", help="write the table here")
+    arguments = parser.parse_args()
+    rows, seen = [], set()
+    for capability in arguments.capabilities or [80, 90, 100]:
+        for name, case in CASES.items():
+            lower(case, capability)
+            for ptx in sorted(pathlib.Path(DUMPS.name).glob("*/*.ptx")):
+                if ptx in seen:
+                    continue
+                seen.add(ptx)
+                row = {"case": name, **assemble(ptx, capability)}
+                rows.append(row)
+                print(*(f"{k} {v}" for k, v in row.items()), sep="  ", flush=True)
+    if arguments.json:
+        pathlib.Path(arguments.json).write_text(json.dumps(rows))
+    over = [r for r in rows if r["shared"] > SHARED_LIMIT.get(r["capability"], 232_448)]
+    sys.exit("shared memory past the chip's: " + str(over) if over else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""How long a pass takes, from the compiler's schedule and the chip's rates; and what that decides.
+
+The kernel overlaps products, weights, rows and links, so a pass takes as long as the slowest of
+them, and what nothing hides: barriers, the first rows' way and the last rows'. Shares of the
+MXUs' rate come from the scheduled bundles of both FFN loops (docs/performance_tpu.md).
+"""
+
+import dataclasses
+import math
+
+from moe_flax.kernels.fused_ep.blocks import CHIPS
+from moe_flax.kernels.fused_ep.rows import LANES, round_up
+
+# Rows of a tile to the share of the MXUs' rate that the scheduled loops reach on full rows.
+MXU_USE = {16: 0.13, 32: 0.26, 64: 0.47, 128: 0.86, 256: 0.94, 512: 0.95}
+FUSED_FIXED = 12e-6  # two barriers, sort and gather, the first rows' way: not hidden
+BLOCK_CYCLES = 60  # scalar work to start one (source, expert) block's copy, there and back
+REPLICATED_FIXED = 15e-6  # two collectives and three kernels, one after another
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What a prediction needs to know of a layer and its mesh.
+
+    Args:
+      experts: E.
+      k: experts of a token.
+      features: D.
+      hidden: F of one device.
+      devices: P, on the expert axis.
+      tokens: tokens of one device.
+      weight_bytes: bytes of one stored weight.
+      branches: 2 with a gate.
+      row_bytes: bytes of one feature of a row.
+    """
+
+    experts: int
+    k: int
+    features: int
+    hidden: int
+    devices: int
+    tokens: int
+    weight_bytes: int = 2
+    branches: int = 2
+    row_bytes: int = 2
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.devices
+
+    @property
+    def active_experts(self) -> float:
+        """Local experts with rows, expected of even random routing."""
+        total = self.tokens * self.devices
+        return self.local_experts * (1 - (1 - self.k / self.experts) ** total)
+
+    @property
+    def expert_bytes(self) -> int:
+        return (self.branches + 1) * self.features * self.hidden * self.weight_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of one pass by what takes them; they overlap but for ``fixed``."""
+
+    products: float
+    hbm: float
+    ici: float
+    fixed: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.products, self.hbm, self.ici) + self.fixed
+
+
+def tile_height(rows: float, limit: int = 512) -> int:
+    """The tile that holds ``rows`` rows of an expert."""
+    return min((height for height in MXU_USE if height >= min(rows, limit)), default=limit)
+
+
+def predict_fused(layer: Layer, chip: str, rows: int | None = None) -> Prediction:
+    """The fused kernel under even routing."""
+    rates = CHIPS[chip]
+    total = layer.tokens * layer.k
+    mean = total / max(layer.active_experts, 1e-9)
+    height = rows or tile_height(mean)
+    tiles = layer.active_experts * math.ceil(mean / height)
+    run = tile_height(mean / math.ceil(mean / height), height)
+    flops = 2 * tiles * run * (layer.branches + 1) * layer.features * layer.hidden
+    wide = round_up(layer.features, 2 * LANES) * layer.row_bytes
+    # A row is gathered, sent, received, read, written, returned, received, and combined.
+    moved = 8 * total * wide + tiles * layer.expert_bytes
+    away = total * wide * (layer.devices - 1) / layer.devices
+    return Prediction(
+        flops / (rates.bf16_flops * MXU_USE[run]),
+        moved / rates.hbm_bytes_per_second,
+        away / rates.ici_bytes_per_second,
+        FUSED_FIXED + 2 * layer.experts * BLOCK_CYCLES / rates.clock,
+    )
+
+
+def predict_replicated(layer: Layer, chip: str) -> Prediction:
+    """All tokens on every device, its own experts' products there, and one reduce-scatter.
+
+    Nothing overlaps: the parts' sum is given as ``fixed``.
+    """
+    rates = CHIPS[chip]
+    everyone = layer.tokens * layer.devices
+    total = layer.tokens * layer.k
+    mean = total / max(layer.active_experts, 1e-9)
+    run = tile_height(mean)
+    tiles = layer.active_experts * math.ceil(mean / run)
+    flops = 2 * tiles * run * (layer.branches + 1) * layer.features * layer.hidden
+    row = layer.features * layer.row_bytes
+    slots = everyone * min(layer.k, layer.local_experts)  # rows in the grouped products' operands
+    products = max(
+        flops / (rates.bf16_flops * MXU_USE[run]),
+        (tiles * layer.expert_bytes + 6 * slots * row) / rates.hbm_bytes_per_second,
+    )
+    away = (
+        (layer.devices - 1) * layer.tokens * (row + 4 * layer.features)
+    )  # float32 on its way back
+    return Prediction(
+        0.0, 0.0, 0.0, products + away / rates.ici_bytes_per_second + REPLICATED_FIXED
+    )
+
+
+def choose_method(layer: Layer, chip: str) -> str:
+    """ "fused" or "replicated", whichever is predicted to be faster."""
+    fused, replicated = predict_fused(layer, chip), predict_replicated(layer, chip)
+    return "fused" if fused.seconds <= replicated.seconds else "replicated"

@@ -1,0 +1,97 @@
+"""Which tile sizes a product runs with: a measured table, and a heuristic for what it lacks."""
+
+import dataclasses
+
+from moe_flax.kernels.grouped_matmul.triton.launch import Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The fixed configuration of one kernel call.
+
+    Attributes:
+      rows, columns, depth: the tile; a fused product has as many columns in each branch.
+      warps, stages: per program, and of the software pipeline.
+      span: row tiles that share columns before the next columns come.
+      programs: per multiprocessor.
+      specialised: use the warp-specialised Hopper kernel.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+    span: int = 8
+    programs: int = 1
+    specialised: bool = False
+
+
+def shared_bytes(tiles: Tiles, itemsize: int, branches: int = 1) -> int:
+    """Shared memory that the pipeline's stages take."""
+    step = (tiles.rows + tiles.columns * branches) * tiles.depth * itemsize
+    return step * tiles.stages
+
+
+def rows_class(rows: int, groups: int) -> int:
+    """The tile height that suits an average group: 16, 32, 64 or 128 rows."""
+    average = rows / max(groups, 1)
+    if average <= 10:
+        return 16
+    if average <= 20:
+        return 32
+    return 64 if average <= 40 else 128
+
+
+def _small(chip: Chip, height: int, depth: int, branches: int) -> Tiles:
+    if not chip.tma:
+        return Tiles(height, 128 // branches, depth, 4, 3)
+    return Tiles(height, 256 // branches, depth, 4, 4)
+
+
+def _specialised(chip: Chip, k: int, n: int, itemsize: int) -> bool:
+    return chip.wgmma and itemsize == 2 and k % 64 == 0 and k > 64 and n % 8 == 0
+
+
+def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
+    """Tiles of a plain product of [rows, k] with [groups, k, n]."""
+    height = rows_class(rows, groups)
+    depth = 128 // itemsize
+    if height < 128:
+        return _small(chip, height, depth, 1)
+    if not chip.tma or itemsize > 2:
+        return Tiles(128, 128, depth // 2, 8, 3)
+    if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
+        return Tiles(128, 256, 64, 4, 4, specialised=True)
+    return Tiles(128, 256, depth, 8, 4)
+
+
+def summed_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
+    """Tiles of a plain product that is summed over branches, the gradient by the tokens' rows."""
+    if rows_class(rows, groups) == 128 and _specialised(chip, k, n, itemsize):
+        return Tiles(128, 256, 64, 4, 4, specialised=True)
+    return product_tiles(chip, rows, groups, k, n, itemsize)
+
+
+def fused_tiles(
+    chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int, branches: int
+) -> tuple[Tiles, bool]:
+    """Tiles of the product fused with the activation, and whether to gather its rows first."""
+    height = rows_class(rows, groups)
+    depth = 128 // itemsize
+    if height < 128:
+        return _small(chip, height, depth, branches), False
+    if not chip.tma or itemsize > 2:
+        return Tiles(128, 128 // branches, depth // 2, 8, 3), False
+    if (rows <= groups * 128 or n < 1024) and _specialised(chip, k, n, itemsize):
+        return Tiles(128, 256 // branches, 64, 4, 4, specialised=True), False
+    return Tiles(128, 256 // branches, depth, 8, 3), True
+
+
+def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
+    """Tiles of a contraction: `rows` are summed, `depth` x `columns` are written."""
+    if itemsize == 4:
+        return Tiles(32, 64, 64, 4, 3)
+    if chip.tma:
+        return Tiles(64, 256, 128, 8, 4)
+    return Tiles(32, 128, 128, 8, 4)

@@ -1,0 +1,5 @@
+"""The interpreter blocks a thread a device; XLA's pool has one a core unless told otherwise."""
+
+import os
+
+os.environ["NPROC"] = "32"

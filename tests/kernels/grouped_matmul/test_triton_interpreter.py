@@ -1,0 +1,29 @@
+"""The Triton kernels' numbers on a CPU, in Triton's interpreter (float32: it gets bf16 wrong)."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.triton
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", ["gated", "clamped", "no gate"])
+def test_ffn_and_gradients(case):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[2])]),
+        "JAX_PLATFORMS": "cpu",
+        "TRITON_INTERPRET": "1",
+    }
+    command = [sys.executable, str(HERE / "triton_interpreter_cases.py"), case]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert len(errors) in (5, 7)
+    assert max(errors) < 2e-6

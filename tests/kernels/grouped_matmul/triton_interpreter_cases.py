@@ -1,0 +1,63 @@
+"""Prints the routed FFN's errors in Triton's interpreter; a process of its own, as Triton asks."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import triton_interpreter
+
+import moe_flax
+from moe_flax.activations import resolve_activation
+from moe_flax.experts import expert_ffn_reference
+from moe_flax.kernels.grouped_matmul.triton import ffn, launch
+
+# T, E, K, D, F, activation, branches, biases
+CASES = {
+    "gated": (16, 4, 2, 24, 33, "silu", 2, True),
+    "clamped": (12, 4, 3, 20, 40, "gpt_oss", 2, True),
+    "no gate": (16, 4, 1, 24, 33, "relu2", 1, False),
+}
+
+
+def errors(case: tuple) -> list[float]:
+    """Relative errors of the output and every gradient."""
+    tokens, experts, top_k, features, hidden, name, branches, biases = case
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    x, cotangent = normal(tokens, features), normal(tokens, features)
+    wi = normal(experts, branches, features, hidden) / features**0.5
+    wo = normal(experts, hidden, features) / hidden**0.5
+    wi_bias = normal(experts, branches, hidden) if biases else None
+    wo_bias = normal(experts, features) if biases else None
+    scores, ids = jax.lax.top_k(normal(tokens, experts), top_k)
+    ids = ids.at[0, 0].set(experts)
+    activation = resolve_activation(name)
+
+    def ours(x, wi, wo, wi_bias, wo_bias, weights):
+        with launch.compile_for(80):
+            call = ffn.make_call(activation, x, wi, ids)
+            return ffn.routed_ffn(call, x, wi, wo, wi_bias, wo_bias, ids, weights)
+
+    def wanted(x, wi, wo, wi_bias, wo_bias, weights):
+        return expert_ffn_reference(
+            x, wi, wo, moe_flax.Routing(ids, weights), activation=activation, wi_bias=wi_bias,
+            wo_bias=wo_bias,
+        )  # fmt: skip
+
+    leaves = []
+    for function in (ours, wanted):
+        with launch.compile_for(80), jax.default_matmul_precision("highest"):
+            y, pull = jax.vjp(function, x, wi, wo, wi_bias, wo_bias, jax.nn.softmax(scores))
+            leaves.append(jax.tree.leaves((y, pull(cotangent))))
+    return [
+        float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(*leaves, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    launch.call = triton_interpreter.call
+    print(json.dumps(errors(CASES[sys.argv[1]])))
