@@ -192,7 +192,7 @@ class MoE(nnx.Module):
         self.backend = check_backend(backend)
         self.expert_parallel = check_strategy(expert_parallel)
         self.mesh = mesh
-        self.rules = rules
+        self.rules = tuple(sharding.normalize_rules(rules).items())  # hashable: static under jit
 
         make = ParameterMaker(
             config,

@@ -62,12 +62,6 @@ class MeshAxes:
         """Devices along the given mesh axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    @property
-    def all(self) -> tuple[str, ...]:
-        """Every mesh axis in use, in the mesh's order."""
-        used = {*self.expert, *self.embed, *self.mlp, *self.tokens}
-        return tuple(axis for axis in self.mesh.axis_names if axis in used)
-
     def without(self, names: tp.Collection[str]) -> "MeshAxes":
         """The same less the mesh axes given."""
 
@@ -143,7 +137,7 @@ def resolve_axes(mesh: AnyMesh, rules: Rules | None = None) -> MeshAxes:
       ValueError: a rule names an unknown logical or mesh axis, or one mesh axis would split two
         dimensions of a parameter, or both tokens and "mlp".
     """
-    given = _normalize(rules)
+    given = normalize_rules(rules)
     axes: dict[str, tuple[str, ...]] = {}
     for logical, default in DEFAULT_RULES.items():
         names = given.get(logical, default)
@@ -175,7 +169,7 @@ def resolve_axes(mesh: AnyMesh, rules: Rules | None = None) -> MeshAxes:
 
 def flax_rules(rules: Rules | None) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
     """The rules for parameters in the form that Flax's ``sharding_rules`` metadata takes."""
-    merged = {**DEFAULT_RULES, **_normalize(rules)}
+    merged = {**DEFAULT_RULES, **normalize_rules(rules)}
     return tuple(
         (logical, names if len(names) > 1 else names[0] if names else None)
         for logical, names in merged.items()
@@ -183,7 +177,12 @@ def flax_rules(rules: Rules | None) -> tuple[tuple[str, str | tuple[str, ...] | 
     )
 
 
-def _normalize(rules: Rules | None) -> dict[str, tuple[str, ...]]:
+def normalize_rules(rules: Rules | None) -> dict[str, tuple[str, ...]]:
+    """Rules in one form: logical axis to a tuple of mesh axes.
+
+    Raises:
+      ValueError: an unknown logical axis, or one that is named twice.
+    """
     pairs = list(rules.items() if isinstance(rules, tp.Mapping) else rules or ())
     result: dict[str, tuple[str, ...]] = {}
     for logical, names in pairs:

@@ -21,7 +21,6 @@ def test_default_rules_take_what_the_mesh_has():
     axes = resolve_axes(mesh(data=2, tensor=2, expert=4, fsdp=1, other=3))
     assert (axes.expert, axes.embed, axes.mlp) == (("expert",), (), ("tensor",))
     assert axes.tokens == ("data", "expert")
-    assert axes.all == ("data", "tensor", "expert")
     assert axes.spec("experts.wi", (8, 2, 6, 10)) == P("expert", None, None, "tensor")
     assert axes.spec("experts.wo", (8, 10, 6)) == P("expert", "tensor", None)
 

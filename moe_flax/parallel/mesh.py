@@ -25,7 +25,7 @@ class DeviceAxes:
     tokens: tuple[str, ...] = ()
 
 
-class Forward(tp.Protocol):
+class DeviceLayer(tp.Protocol):
     """A layer on one device: its rows of the result, and a pytree that all devices agree on."""
 
     def __call__(
@@ -39,7 +39,7 @@ class Forward(tp.Protocol):
 
 
 def over_mesh(
-    forward: Forward,
+    forward: DeviceLayer,
     parameters: Parameters,
     shapes: tp.Mapping[str, tuple[int, ...]],
     inputs: Float[Array, "... D"],
@@ -69,7 +69,7 @@ def over_mesh(
         tokens=inside.tokens + outside.tokens,
     )
     num_tokens = math.prod(inputs.shape[:-1]) * axes.size(inside.tokens)
-    if not outside.all:
+    if manual >= set(axes.mesh.axis_names):  # on one device already
         rows, rest = forward(parameters, *_flatten(inputs, mask), everything, num_tokens)
         return rows.reshape(inputs.shape), rest
 
@@ -117,7 +117,7 @@ def _on_devices(
     tokens: jax.Array,
     mask: jax.Array,
     *,
-    forward: Forward,
+    forward: DeviceLayer,
     outside: MeshAxes,
     everything: DeviceAxes,
     manual: frozenset[str],

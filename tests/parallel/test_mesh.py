@@ -204,6 +204,25 @@ def test_axes_the_rules_do_not_name(kind):
     assert_close(out, make_layer()(x))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_other_axes_alone(kind):
+    mesh = make_mesh({"context": 8}, kind)
+    x = inputs(8, 4, 16)
+    with jax.set_mesh(mesh):
+        layer = make_layer()
+        x_split = jax.device_put(x, NamedSharding(mesh, P("context")))
+        out = nnx.jit(lambda m, x: m(x))(layer, x_split)
+    assert_close(out, make_layer()(x))
+
+
+def test_a_split_layer_with_rules_is_static_under_jit():
+    mesh = make_mesh({"x": 8}, AxisType.Auto)
+    layer, x = make_layer(mesh=mesh, rules={"expert": ["x"], "tokens": "x"}), inputs(8, 16)
+    graph, state = nnx.split(layer)
+    run = jax.jit(lambda graph, state, x: nnx.merge(graph, state)(x), static_argnums=0)
+    assert_close(run(graph, state, x), make_layer()(x))
+
+
 def test_rules_put_experts_on_several_axes():
     mesh = make_mesh({"x": 2, "y": 4}, AxisType.Auto)
     rules = {"expert": ("x", "y"), "tokens": ("x", "y")}
