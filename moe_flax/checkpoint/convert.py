@@ -273,8 +273,7 @@ def target_config(checkpoint: Checkpoint, row: Family) -> dict[str, tp.Any]:
     known = checkpoint.hf_config
     if known and families.resolve(known)[0] is row:
         return known
-    kept = {} if known else known
-    return {**kept, **write_config(row, checkpoint.config)}
+    return write_config(row, checkpoint.config)
 
 
 def layer_outputs(

@@ -1,16 +1,12 @@
 """Which implementation runs: one rule for every kernel that has several."""
 
 import functools
-import importlib.util
 import warnings
 
 import jax
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "tpu", "xla")
 _OWN = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}
-_NEEDS = {
-    "tpu": ("moe_flax.kernels.grouped_matmul.tpu",),
-}
 
 
 def check_backend(backend: str) -> str:
@@ -24,8 +20,8 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
     """Turns "auto" into a backend's name, and checks any other name.
 
     Args:
-      backend: one of `BACKENDS`. "auto" is "cpu" on CPU, "triton" on a GPU and "tpu" on TPU where
-        what these need is installed, and "xla" elsewhere.
+      backend: one of `BACKENDS`. "auto" is "cpu" on CPU, "tpu" on TPU, "triton" on a GPU where
+        what it needs is installed, and "xla" elsewhere.
       platform: "cpu", "gpu" or "tpu"; None takes that of JAX's default device.
 
     Raises:
@@ -33,18 +29,16 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
         that cannot run here.
     """
     check_backend(backend)
-    if backend in ("reference", "cpu", "xla"):
-        return backend
     platform = platform or _default_platform()
     if backend == "auto":
         own = _OWN.get(platform, "xla")
-        missing = _missing(own, platform)
-        if missing and platform == "gpu":
+        missing = _missing_for_triton(platform) if own == "triton" else None
+        if missing:
             _warn_once(f"running on XLA's own products instead of Triton kernels: {missing}")
         return "xla" if missing else own
-    missing = _missing(backend, platform)
+    missing = _missing_for_triton(platform) if backend == "triton" else None
     if missing:
-        raise ValueError(f"backend {backend!r} cannot run here: {missing}; backend='auto' can")
+        raise ValueError(f"backend 'triton' cannot run here: {missing}; backend='auto' can")
     return backend
 
 
@@ -62,17 +56,12 @@ def _default_platform() -> str:
     return "gpu" if platform == "cuda" else platform
 
 
-def _missing(backend: str, platform: str) -> str | None:
-    """Says what keeps a backend from running, or None."""
-    if backend == "triton" and platform != "gpu":
+def _missing_for_triton(platform: str) -> str | None:
+    """Says what keeps the Triton kernels from running, or None."""
+    if platform != "gpu":
         return f"it needs an NVIDIA GPU, and the platform is {platform!r}"
-    if backend == "triton":
-        from moe_flax.kernels.grouped_matmul.triton import availability
+    from moe_flax.kernels.grouped_matmul.triton import availability
 
-        return availability.problem() or availability.capability_problem(
-            getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "8.0")
-        )
-    for module in _NEEDS.get(backend, ()):
-        if importlib.util.find_spec(module) is None:
-            return f"module {module} is not installed (for GPUs: pip install 'moe-flax[gpu]')"
-    return None
+    return availability.problem() or availability.capability_problem(
+        getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "8.0")
+    )
