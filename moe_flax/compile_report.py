@@ -236,7 +236,7 @@ def _compile(config, mesh, layer: Layer, tokens: int, weight_dtype: str, chip: s
             tokens,
             wi,
             wo,
-            Routing(ids, weights),
+            Routing(ids, weights, apply_to=config.router.apply_to),
             mesh=mesh,
             activation=config.activation,
             chip=chip,
