@@ -59,7 +59,7 @@ def test_equals_one_device(sizes, kind, shape):
 def test_values_and_gradients_equal_all_gather():
     """Five tokens do not divide over four devices; an even load, and all tokens on one expert."""
     mesh, x = make_mesh(data=2, expert=2), inputs(5, 16)
-    router = RouterConfig(correction_bias=True)
+    router, init = RouterConfig(correction_bias=True), nnx.initializers.normal(0.3)
 
     @nnx.jit
     def run(layer, x):
@@ -79,7 +79,9 @@ def test_values_and_gradients_equal_all_gather():
                 4,
                 1,
                 router=router,
-                kernel_init=nnx.initializers.normal(0.3),
+                use_bias=True,
+                kernel_init=init,
+                bias_init=init,
                 expert_parallel=strategy,
                 mesh=mesh,
                 rngs=nnx.Rngs(0),
