@@ -33,7 +33,7 @@ SLICES = (  # chip, slice, devices on the expert axis
     ("v6e", "2x2", 4),
     ("v5e", "2x2", 4),
     ("v5p", "2x2x1", 4),
-    ("tpu7x", "2x2x1", 4),
+    ("tpu7x", "2x2x1", 8),
     ("v6e", "4x4", 16),
     ("v6e", "8x8", 64),
     ("v5p", "4x4x4", 64),
