@@ -150,6 +150,18 @@ def test_auto_takes_the_kernel_on_a_tpu_mesh():
     assert kernels_of(jax.grad(loss), mesh, state, x) == 3
 
 
+@pytest.mark.parametrize(("wanted", "kernels"), [("auto", 0), (Fused(method="fused"), 1)], ids=str)
+def test_short_batches_are_replicated(wanted, kernels):
+    """One token a device and 128 experts: the cost model takes the fallback, unless told not to."""
+    layer = nnx.eval_shape(
+        lambda: MoE(1024, 512, 128, 8, expert_parallel=wanted, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    graph, state = nnx.split(layer)
+    x = jax.ShapeDtypeStruct((8, 1024), jnp.bfloat16)
+    mesh = tpu_mesh(expert=8)
+    assert kernels_of(lambda state, x: nnx.merge(graph, state)(x), mesh, state, x) == kernels
+
+
 def test_what_auto_and_fused_mean():
     tpu, gpu = tpu_mesh(data=2, expert=2), tpu_mesh("NVIDIA H200", "cuda", data=2, expert=2)
 
