@@ -286,7 +286,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
         expects={"enable_moe_block": (True,)},
         passed=("router.scale",),
         note="The router sees rms_norm(x) * router.scale / sqrt(D), which is not what the experts"
-        " see; router.scale is in .rest.",
+        " see: call the layer with router_inputs; router.scale is in .rest.",
     ),
     Family(
         ("deepseek_v2",),
