@@ -176,6 +176,57 @@ def test_another_family_with_the_same_layer(tmp_path):
     assert relative_error(run(again.layers[1], inputs), outputs[1]) < 1e-5
 
 
+def test_one_stored_bias_must_be_that_of_all_experts(tmp_path):
+    """JetMoE stores one bias for a block: experts that differ in theirs do not fit."""
+    loaded = checkpoint.load(FIXTURES / "jetmoe-plain")
+    bias = loaded.layers[0].experts.wo_bias
+    bias[...] = bias[...].at[jnp.array([3, 7])].add(1.0)
+    with pytest.raises(CheckpointError, match=r"layer 0: .*one experts\.wo_bias.*\[3, 7\] differ"):
+        checkpoint.save(tmp_path / "m", loaded)
+    loaded = checkpoint.load(FIXTURES / "jetmoe-plain")
+    bias = loaded.layers[1].experts.wi_bias
+    bias[...] = bias[...].at[2, 0, 1].set(0.5)
+    with pytest.raises(CheckpointError, match=r"layer 1: experts\.wi_bias is not zero.*no place"):
+        checkpoint.save(tmp_path / "m", loaded)
+    assert not list(tmp_path.iterdir())
+
+
+def test_23_a_head_that_is_the_embedding(tmp_path):
+    """Tied: no head on disk, none invented. Not tied: a head that is missing is an error."""
+    tensors, config = fixture("jetmoe-plain")
+    assert config["tie_word_embeddings"]
+    assert "lm_head.weight" not in tensors
+    checkpoint.save(tmp_path / "tied", checkpoint.load(FIXTURES / "jetmoe-plain"))
+    assert_same_files(tmp_path / "tied", tensors, config)
+
+    tensors, config = fixture("mixtral-plain")
+    assert config["tie_word_embeddings"] is False
+    headless = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
+    path = write(tmp_path / "lost", headless, config)
+    with pytest.raises(CheckpointError, match=f"{path}: .*tie_word_embeddings=False.*no lm_head"):
+        checkpoint.load(path)
+    checkpoint.load_layer(path, 0)
+    body = {**config, "architectures": ["MixtralModel"]}
+    checkpoint.load(write(tmp_path / "body", headless, body))
+    tied = write(tmp_path / "tied2", headless, {**config, "tie_word_embeddings": True})
+    loaded = checkpoint.load(tied)
+    checkpoint.save(tmp_path / "other", loaded, family="qwen3_moe")
+    assert config_of(tmp_path / "other")["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in tensors_of(tmp_path / "other")
+    whole = checkpoint.load(FIXTURES / "mixtral-plain")
+    checkpoint.save(tmp_path / "third", whole, family="qwen3_moe")
+    assert config_of(tmp_path / "third")["tie_word_embeddings"] is False
+    assert "lm_head.weight" in tensors_of(tmp_path / "third")
+
+
+def test_quantized_weights_have_no_place_in_a_layer():
+    for load in (checkpoint.load, lambda path, **k: checkpoint.load_layer(path, 0, **k)):
+        with pytest.raises(
+            ValueError, match=r"checkpoint\.load_parameters\(\.\.\., quantized='keep'"
+        ):
+            load(FIXTURES / "mixtral-plain", quantized="keep")
+
+
 def test_rest_is_mapped_and_complete():
     loaded = checkpoint.load(FIXTURES / "qwen3_moe-plain")
     tensors, _ = fixture("qwen3_moe-plain")
