@@ -72,7 +72,7 @@ def place_parameter(
         return jax.device_put(read(parameter, dtype=dtype))
 
     shape = parameter.shape
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    devices: dict[tuple[tuple[int, int], ...], list[tp.Any]] = {}
     for device, index in target.addressable_devices_indices_map(shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         devices.setdefault(bounds, []).append(device)
