@@ -70,7 +70,7 @@ def write_orbax(
                 to = parameter_dtype(name, parameter.dtype, dtype)
                 arrays[name] = (parameter, to)
             if not target.exists():  # Orbax renames a directory when it is complete
-                tree = {name: read(p, dtype=to) for name, (p, to) in arrays.items()}
+                tree = {name: jax.device_put(read(p, dtype=to)) for name, (p, to) in arrays.items()}
                 with ocp.Checkpointer(_handler()) as checkpointer:
                     checkpointer.save(target, args=ocp.args.PyTreeSave(tree, _chunks(tree)))
                 del tree
