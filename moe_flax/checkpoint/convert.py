@@ -123,7 +123,8 @@ def load(
 ) -> Checkpoint:
     """Loads all MoE layers of a public checkpoint; nothing in it is lost.
 
-    Args and errors are those of `load_layer`.
+    Args and errors are those of `load_layer`; a language model that has lost its head is an error
+    as well.
 
     Returns:
       A `Checkpoint`: ``.config``, ``.layers``, ``.rest``.
