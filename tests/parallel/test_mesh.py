@@ -194,6 +194,46 @@ def test_mesh_of_the_layer_without_one_in_scope(kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "manual"),
+    [
+        (AxisType.Explicit, False),
+        pytest.param(AxisType.Auto, False, marks=pytest.mark.slow),
+        pytest.param(AxisType.Auto, True, marks=pytest.mark.slow),
+        pytest.param(AxisType.Explicit, True, marks=pytest.mark.slow),
+    ],
+    ids=["explicit", "auto", "auto in shard_map", "explicit in shard_map"],
+)
+def test_the_router_may_see_something_else(kind, manual):
+    x, seen = inputs(11, 2, 16), jax.random.normal(jax.random.key(2), (11, 2, 16))
+    if manual:  # a caller's shard_map must divide
+        x, seen = x[:8], seen[:8]
+
+    def grads(run):
+        def loss(state, x, seen):
+            y = run(state, x, seen)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+    def call(state, x, seen):
+        return nnx.merge(graph, state)(x, router_inputs=seen)
+
+    graph, state = nnx.split(make_layer())
+    want = grads(call)(state, x, seen)
+    mesh = make_mesh({"data": 2, "expert": 4}, kind)
+    with jax.set_mesh(mesh):
+        run = call
+        if manual:
+            tokens = P(("data", "expert"))
+            specs = stored(state, split=False)
+            run = jax.shard_map(call, in_specs=(specs, tokens, tokens), out_specs=tokens)
+            x, seen = (jax.device_put(v, NamedSharding(mesh, tokens)) for v in (x, seen))
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+        out = grads(run)(state, x, seen)
+    assert_close(out, want)
+
+
+@pytest.mark.parametrize(
     "kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit]
 )
 def test_axes_the_rules_do_not_name(kind):
