@@ -9,6 +9,7 @@ import typing as tp
 import jax.numpy as jnp
 import tqdm
 
+from moe_flax import bench
 from moe_flax.checkpoint.encode import SCHEMES
 from moe_flax.checkpoint.errors import CheckpointError
 from moe_flax.checkpoint.inspect import inspect, size
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="such as 5GB")
     made.add_argument("--dry-run", action="store_true", help="print the mapping, write nothing")
     made.set_defaults(run=_convert)
+    bench.add_command(commands)
     return parser
 
 
