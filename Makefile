@@ -40,10 +40,21 @@ $(VENV)/.parity: $(VENV)/.installed
 test-parity: $(VENV)/.parity  ## transformers itself beside the converters
 	$(PYTEST) -m parity
 
-test-triton: $(VENV)/.installed  ## GPU kernels compiled and interpreted without a GPU; Python 3.12+
-	$(RUN) -m pip install --quiet 'jax==0.11.2' 'jaxlib==0.11.2' 'jax-triton==0.4.1' 'triton==3.8.0'
-	$(RUN) -m pip install --quiet --no-deps 'jax-cuda13-plugin==0.11.2' 'jax-cuda13-pjrt==0.11.2'
-	$(PYTEST) -m triton
+# jax-triton fits no other jax: a virtual environment apart, so that the other commands keep theirs.
+TRITON_VENV ?= $(VENV)-triton
+
+$(TRITON_VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("test-triton needs Python 3.12 or newer: make test-triton PYTHON=python3.12" if sys.version_info < (3, 12) else 0)'
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TRITON_VENV)/bin/python -m pip install --quiet --editable '.[test]' \
+		'jax==0.11.2' 'jaxlib==0.11.2' 'jax-triton==0.4.1' 'triton==3.8.0'
+	$(TRITON_VENV)/bin/python -m pip install --quiet --no-deps \
+		'jax-cuda13-plugin==0.11.2' 'jax-cuda13-pjrt==0.11.2'
+	touch $@
+
+test-triton: $(TRITON_VENV)/.installed  ## GPU kernels compiled and interpreted without a GPU; Python 3.12+
+	$(TRITON_VENV)/bin/python -m pytest -m triton tests/kernels
 
 test-gpu: $(VENV)/.installed  ## on an NVIDIA GPU, with the gpu extra installed
 	JAX_PLATFORMS=cuda $(PYTEST) -m gpu
@@ -57,4 +68,4 @@ bench: $(VENV)/.installed  ## grouped products on this CPU, beside a dense produ
 	$(RUN) benchmarks/grouped_matmul_cpu.py
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) $(TRITON_VENV) out

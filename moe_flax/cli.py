@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import tqdm
 
+from moe_flax import bench
 from moe_flax.checkpoint.encode import SCHEMES
 from moe_flax.checkpoint.errors import CheckpointError, fault
 from moe_flax.checkpoint.inspect import inspect, size
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="without router and shared experts; quantised weights always are",
     )
     tried.set_defaults(run=_compile)
+    bench.add_command(commands)
     return parser
 
 
