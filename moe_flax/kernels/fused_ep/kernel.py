@@ -409,13 +409,13 @@ class _Compute:
 
 
 def _pieces(index, blocks: int, rows: int) -> list:
-    """The share of block ``index`` of ``blocks`` in some work on all rows, in pieces of up to 32.
+    """The share of block ``index`` of ``blocks`` in some work on all rows, in pieces of 8.
 
     Where the blocks do not divide the rows the last ones do some again.
     """
     share = round_up(-(-rows // blocks), 16)
     start = 0 if blocks == 1 else pl.multiple_of(jnp.minimum(index * share, rows - share), 16)
-    return [pl.ds(start + row, min(32, share - row)) for row in range(0, share, 32)]
+    return [pl.ds(start + row, 8) for row in range(0, share, 8)]
 
 
 def unpack(ffn: FFN, scratch: Scratch, slot, rows) -> None:
