@@ -26,13 +26,19 @@ class Forward:
       config: the layer.
       precision: of the products, see ``jax.lax.Precision``.
       backend: of the experts' products.
-      expert_parallel: a strategy of ``moe_flax.parallel``, or "auto".
+      expert_parallel: a strategy of ``moe_flax.parallel``, "auto" among the collective ones, or
+        the fused kernel.
     """
 
     config: MoEConfig
     precision: tp.Any = None
     backend: str = "auto"
-    expert_parallel: str = "auto"
+    expert_parallel: str | parallel.Fused = "auto"
+
+    @property
+    def check_vma(self) -> bool:
+        """Whether the enclosing ``shard_map`` may track varying types: Pallas for TPU cannot."""
+        return not isinstance(self.expert_parallel, parallel.Fused)
 
     def __call__(
         self,
@@ -66,7 +72,7 @@ class Forward:
         tokens_in, routing, parameters = varying(
             (tokens, choices, parameters), (*axes.tokens, *axes.mlp)
         )
-        rows = _strategy(self.expert_parallel, routing, axes)(
+        rows = self._strategy(routing, axes)(
             self._feed_forward,
             *varying((tokens_in, routing, _weights(parameters, axes)), axes.expert),
             axes=axes.expert,
@@ -80,6 +86,25 @@ class Forward:
         if config.router.num_identity_experts:
             rows = rows + _identity(tokens, choices, config)
         return rows, statistics
+
+    def _strategy(self, routing: Routing, axes: DeviceAxes) -> parallel.Strategy:
+        if not axes.expert:
+            return parallel.none
+        split = set(axes.expert) & set(axes.tokens)
+        if not split:
+            return parallel.replicated
+        if split != set(axes.expert):
+            raise ValueError(
+                f"tokens are split over mesh axes {axes.tokens} and experts over {axes.expert}: all"
+                " of the experts' axes must split the tokens too, or none of them"
+            )
+        if isinstance(self.expert_parallel, parallel.Fused):
+            return self.expert_parallel.strategy(self.config.activation, self.backend)
+        num_tokens, k = routing.expert_ids.shape
+        peers = jax.lax.axis_size(axes.expert)
+        return parallel.choose_strategy(
+            self.expert_parallel, num_tokens=num_tokens, k=k, peers=peers
+        )
 
     def _feed_forward(
         self, tokens: Float[Array, "t D"], routing: Routing, weights: parallel.ExpertWeights
@@ -195,22 +220,6 @@ def _within_capacity(
         start = jax.lax.axis_index(axes.tokens) * count
         kept = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept)
     return dataclasses.replace(kept, probabilities=routing.probabilities)
-
-
-def _strategy(name: str, routing: Routing, axes: DeviceAxes) -> parallel.Strategy:
-    if not axes.expert:
-        return parallel.none
-    split = set(axes.expert) & set(axes.tokens)
-    if not split:
-        return parallel.replicated
-    if split != set(axes.expert):
-        raise ValueError(
-            f"tokens are split over mesh axes {axes.tokens} and experts over {axes.expert}: all of"
-            " the experts' axes must split the tokens too, or none of them"
-        )
-    num_tokens, k = routing.expert_ids.shape
-    peers = jax.lax.axis_size(axes.expert)
-    return parallel.choose_strategy(name, num_tokens=num_tokens, k=k, peers=peers)
 
 
 def _identity(

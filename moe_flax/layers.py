@@ -15,7 +15,7 @@ from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
 from moe_flax.forward import Forward, router_logits
 from moe_flax.kernels.backend import check_backend, resolve_backend
 from moe_flax.losses import MoEAux
-from moe_flax.parallel import check_strategy
+from moe_flax.parallel import Fused, check_strategy, choose_fused
 from moe_flax.parallel.mesh import DeviceAxes, Parameters, over_mesh
 from moe_flax.parameters import (
     NO_METADATA,
@@ -137,7 +137,8 @@ class MoE(nnx.Module):
       backend: what runs the experts' products: "auto", "reference", "cpu", "triton", "tpu" or
         "xla".
       expert_parallel: how tokens travel to their experts on a mesh: "auto", "none",
-        "all_gather" or "all_to_all".
+        "all_gather", "all_to_all", "fused" (one TPU kernel for exchange and experts, which "auto"
+        takes on TPUs) or ``moe_flax.parallel.Fused`` with its options.
       mesh: the mesh that parameters and tokens are split over (default: the one in scope, see
         ``jax.set_mesh``, or none).
       rules: logical axes ("expert", "embed", "mlp", "tokens") to mesh axes, see
@@ -165,7 +166,7 @@ class MoE(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
         backend: str = "auto",
-        expert_parallel: str = "auto",
+        expert_parallel: str | Fused = "auto",
         mesh: sharding.AnyMesh | None = None,
         rules: sharding.Rules | None = None,
         rngs: nnx.Rngs,
@@ -324,7 +325,7 @@ class MoE(nnx.Module):
             config=self.config,
             precision=self.precision,
             backend=resolve_backend(self.backend, sharding.mesh_platform(mesh)),
-            expert_parallel=self.expert_parallel,
+            expert_parallel=choose_fused(self.expert_parallel, axes, inputs.dtype),
         )
         parameters = self._parameters(inputs.dtype)
         if mask is None:

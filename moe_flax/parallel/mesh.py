@@ -28,6 +28,11 @@ class DeviceAxes:
 class DeviceLayer(tp.Protocol):
     """A layer on one device: its rows of the result, and a pytree that all devices agree on."""
 
+    @property
+    def check_vma(self) -> bool:
+        """Whether ``shard_map`` is to check which mesh axes values vary over."""
+        ...
+
     def __call__(
         self,
         parameters: Parameters,
@@ -145,6 +150,7 @@ def _on_devices(
         in_specs=(weights, rows),
         out_specs=(rows, PartitionSpec()),
         axis_names=set(mesh.axis_names) - manual,
+        check_vma=forward.check_vma,
     )(parameters, given)
 
 
