@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -95,8 +96,8 @@ def compile_one(cell: str) -> dict:
 
 
 def run_cell(cell: str, timeout: float) -> dict:
-    """Compiles a cell in a process of its own; says how it ended."""
-    command = [sys.executable, __file__, "--child", cell]
+    """Compiles a cell in a process of its own, for ``timeout`` CPU seconds; says how it ended."""
+    command = [sys.executable, __file__, "--timeout", f"{timeout:.0f}", "--child", cell]
     start = time.perf_counter()
     with subprocess.Popen(
         command,
@@ -107,17 +108,19 @@ def run_cell(cell: str, timeout: float) -> dict:
         start_new_session=True,
     ) as child:
         try:
-            out, error = child.communicate(timeout=timeout)
+            out, error = child.communicate(timeout=20 * timeout)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
-            return {"cell": cell, "error": f"not done after {timeout:.0f} s"}
+            return {"cell": cell, "error": f"not done after {20 * timeout:.0f} s"}
+    if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return {"cell": cell, "error": f"not done after {timeout:.0f} s of CPU time"}
     result = {"cell": cell, "wall_s": time.perf_counter() - start}
     if child.returncode:
         lines = [line for line in error.splitlines() if line.strip()]
         last = max((i for i, line in enumerate(lines) if "Error" in line), default=len(lines) - 1)
         message = " ".join(line.strip() for line in lines[last:]) or "no message"
-        return result | {"error": f"exit {child.returncode}: {message[:600]}"}
+        return result | {"error": message.removeprefix("ValueError: ")[:600]}
     return result | json.loads(out.splitlines()[-1])
 
 
@@ -146,11 +149,13 @@ def main() -> None:
     parser.add_argument("cells", nargs="*", help="preset:chip:slice:devices:tokens:dtype")
     parser.add_argument("--grid", action="store_true", help="all cells of the documented table")
     parser.add_argument("--record", type=pathlib.Path, help="a file of JSON lines to go on from")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one cell")
+    parser.add_argument("--timeout", type=float, default=300, help="CPU seconds for one cell")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start none after")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
+        seconds = int(arguments.timeout)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 10))
         print(json.dumps(compile_one(arguments.child)))
         return
     known = {}

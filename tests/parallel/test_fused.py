@@ -98,7 +98,7 @@ def test_equals_one_device_in_bf16_with_block_sizes():
 
     x = inputs(9, 16)
     fused = dataclasses.replace(INTERPRETED, block_sizes=BlockSizes(rows=16, receive_rows=5))
-    with jax.set_mesh(make_mesh(data=2, expert=2)):
+    with jax.set_mesh(make_mesh(expert=4)):  # interpreted, all devices must take as many passes
         out = nnx.jit(lambda m, x: m(x))(layer(expert_parallel=fused), x)
     assert out.dtype == jnp.bfloat16
     assert_close(out, make_layer()(x), bound=1.2e-2)
@@ -148,6 +148,18 @@ def test_auto_takes_the_kernel_on_a_tpu_mesh():
     mesh = tpu_mesh(data=2, expert=2)
     assert kernels_of(loss, mesh, state, x) == 1
     assert kernels_of(jax.grad(loss), mesh, state, x) == 3
+
+
+@pytest.mark.parametrize(("wanted", "kernels"), [("auto", 0), (Fused(method="fused"), 1)], ids=str)
+def test_short_batches_are_replicated(wanted, kernels):
+    """One token a device and 128 experts: the cost model takes the fallback, unless told not to."""
+    layer = nnx.eval_shape(
+        lambda: MoE(1024, 512, 128, 8, expert_parallel=wanted, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    graph, state = nnx.split(layer)
+    x = jax.ShapeDtypeStruct((8, 1024), jnp.bfloat16)
+    mesh = tpu_mesh(expert=8)
+    assert kernels_of(lambda state, x: nnx.merge(graph, state)(x), mesh, state, x) == kernels
 
 
 def test_what_auto_and_fused_mean():
