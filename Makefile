@@ -4,7 +4,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest
 
-.PHONY: demo test test-slow test-parity test-triton test-tpu test-gpu lint bench clean
+.PHONY: demo test test-slow test-parity test-triton test-tpu test-tpu-long test-gpu lint bench clean
 
 # The stamp is newer than pyproject.toml once all is installed.
 $(VENV)/.installed: pyproject.toml
@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed  ## train, save, restore, export: about 3 minutes on 2 cores
 	$(RUN) examples/quickstart.py
 
-DEFAULT = not slow and not parity and not triton and not gpu
+DEFAULT = not slow and not interpret and not parity and not triton and not gpu
 
 test: $(VENV)/.installed  ## the default suite, under 10 minutes on 2 cores
 	$(PYTEST) -n auto -m "$(DEFAULT)"
@@ -24,7 +24,10 @@ test: $(VENV)/.installed  ## the default suite, under 10 minutes on 2 cores
 test-slow: $(VENV)/.installed  ## more meshes, larger cases
 	$(PYTEST) -n auto -m slow --ignore=tests/kernels/fused_ep
 
-test-tpu: $(VENV)/.installed  ## the TPU kernel in Pallas' interpreter, without a TPU: long
+test-tpu: $(VENV)/.installed  ## the TPU kernel in Pallas' interpreter, without a TPU
+	$(PYTEST) -m interpret tests/kernels/fused_ep --timeout 600
+
+test-tpu-long: $(VENV)/.installed  ## the same on more devices, sizes, dtypes and meshes
 	$(PYTEST) -m slow tests/kernels/fused_ep --timeout 1500
 
 $(VENV)/.parity: $(VENV)/.installed
