@@ -25,7 +25,7 @@ test-slow: $(VENV)/.installed  ## more meshes, larger cases
 	$(PYTEST) -n auto -m slow --ignore=tests/kernels/fused_ep
 
 test-tpu: $(VENV)/.installed  ## the TPU kernel in Pallas' interpreter, without a TPU
-	$(PYTEST) -m interpret tests/kernels/fused_ep --timeout 600
+	$(PYTEST) -m interpret tests/kernels/fused_ep --timeout 1500
 
 test-tpu-long: $(VENV)/.installed  ## the same on more devices, sizes, dtypes and meshes
 	$(PYTEST) -m slow tests/kernels/fused_ep --timeout 1500

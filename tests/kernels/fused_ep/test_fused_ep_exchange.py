@@ -59,7 +59,8 @@ def test_barriers_enclose_every_copy(devices):
     """
     found = kernels(make_mesh(expert=devices), Case(tokens=8, experts=8))
     assert len(found) == 3  # the fused FFN; the backward pass' dispatch and return
-    for jaxpr in found:
+    # Waits after the last remote copy: sent, returned, home; arrived, sent; returned, home.
+    for jaxpr, waits in zip(found, (3, 2, 2), strict=True):
         events = [
             ("remote" if remote(e) else e.primitive.name, e)
             for e in walk(jaxpr)
@@ -68,6 +69,8 @@ def test_barriers_enclose_every_copy(devices):
         names = [name for name, _ in events]
         assert names[:2] == names[-2:] == ["semaphore_signal", "semaphore_wait"]
         assert {"remote", "dma_wait"} == set(names[2:-2])
+        assert names[-2 - waits : -2] == ["dma_wait"] * waits
+        assert names[-3 - waits] == "remote"
         barriers = [str(e.invars[0].aval) for _, e in events[:2] + events[-2:]]
         assert ["barrier" in kind for kind in barriers] == [True, True, False, False]
         assert [int(e.invars[1].val) for _, e in (events[1], events[-1])] == [devices, devices]
