@@ -22,7 +22,7 @@ test: $(VENV)/.installed  ## the default suite, under 10 minutes on 2 cores
 	$(PYTEST) -n auto -m "$(DEFAULT)"
 
 test-slow: $(VENV)/.installed  ## more meshes, larger cases
-	$(PYTEST) -n auto -m slow --ignore=tests/kernels/fused_ep
+	$(PYTEST) -n auto -m "slow and not gpu" --ignore=tests/kernels/fused_ep
 
 test-tpu: $(VENV)/.installed  ## the TPU kernel in Pallas' interpreter, without a TPU: long
 	$(PYTEST) -m slow tests/kernels/fused_ep --timeout 1500
