@@ -16,16 +16,23 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed  ## train, save, restore, export: about 3 minutes on 2 cores
 	$(RUN) examples/quickstart.py
 
-DEFAULT = not slow and not parity and not triton and not gpu
+DEFAULT = not slow and not parity and not triton and not gpu and not tpu
 
 test: $(VENV)/.installed  ## the default suite, under 10 minutes on 2 cores
 	$(PYTEST) -n auto -m "$(DEFAULT)"
 
 test-slow: $(VENV)/.installed  ## more meshes, larger cases
-	$(PYTEST) -n auto -m "slow and not gpu" --ignore=tests/kernels/fused_ep
+	$(PYTEST) -n auto -m "slow and not gpu" --ignore=tests/kernels/fused_ep \
+		--ignore=tests/parallel/test_fused.py
 
-test-tpu: $(VENV)/.installed  ## the TPU kernel in Pallas' interpreter, without a TPU: long
-	$(PYTEST) -m slow tests/kernels/fused_ep --timeout 1500
+$(VENV)/.tpu: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --editable '.[test,tpu]'
+	touch $@
+
+TPU = tests/kernels/fused_ep tests/parallel/test_fused.py tests/test_compile_report.py
+
+test-tpu: $(VENV)/.tpu  ## the TPU kernel interpreted and compiled, without a TPU: long
+	$(PYTEST) -m "slow or tpu" $(TPU) --timeout 1500
 
 $(VENV)/.parity: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --editable '.[test,parity]'

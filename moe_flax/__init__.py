@@ -29,6 +29,7 @@ __all__ = [
     "checkpoint",
     "expert_ffn",
     "fused_ep_moe",
+    "fused_ep_moe_from_logits",
     "grouped_matmul",
     "losses",
     "preset_names",
@@ -37,8 +38,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _tp.Any:
-    if name == "fused_ep_moe":  # imports Pallas for TPU, which few programs need
-        from moe_flax.kernels.fused_ep import fused_ep_moe
+    if name in ("fused_ep_moe", "fused_ep_moe_from_logits"):
+        from moe_flax.kernels import fused_ep  # imports Pallas for TPU, which few programs need
 
-        return fused_ep_moe
+        return getattr(fused_ep, name)
     raise AttributeError(f"module 'moe_flax' has no attribute {name!r}")

@@ -26,19 +26,26 @@ class Forward:
       config: the layer.
       precision: of the products, see ``jax.lax.Precision``.
       backend: of the experts' products.
-      expert_parallel: a strategy of ``moe_flax.parallel``, or "auto".
+      expert_parallel: a strategy of ``moe_flax.parallel``, "auto" among the collective ones, or
+        the fused kernel.
     """
 
     config: MoEConfig
     precision: tp.Any = None
     backend: str = "auto"
-    expert_parallel: str = "auto"
+    expert_parallel: str | parallel.Fused = "auto"
+
+    @property
+    def check_vma(self) -> bool:
+        """Whether the enclosing ``shard_map`` may track varying types: Pallas for TPU cannot."""
+        return not isinstance(self.expert_parallel, parallel.Fused)
 
     def __call__(
         self,
         parameters: Parameters,
         tokens: Float[Array, "t D"],
         mask: Bool[Array, " t"],
+        router_tokens: Float[Array, "t D"] | None,
         axes: DeviceAxes,
         num_tokens: int,
     ) -> tuple[Float[Array, "t D"], RoutingStatistics]:
@@ -49,6 +56,7 @@ class Forward:
             parameters in float32, the rest in the dtype to compute in.
           tokens: [t, D], in the dtype to compute in.
           mask: [t], False for tokens that pad the batch: they cost nothing and count nowhere.
+          router_tokens: [t, D], what the router sees of them; None for ``tokens``.
           axes: the mesh axes that split parameters and tokens.
           num_tokens: tokens of all devices, padding not counted.
 
@@ -57,14 +65,14 @@ class Forward:
         """
         config = self.config
         parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
-        logits = router_logits(parameters, tokens)
+        logits = router_logits(parameters, tokens if router_tokens is None else router_tokens)
         choices, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
 
         # Replicated parameters vary from here on as what they meet: gradients sum accordingly.
         tokens_in, routing, parameters = varying(
             (tokens, choices, parameters), (*axes.tokens, *axes.mlp)
         )
-        rows = _strategy(self.expert_parallel, routing, axes)(
+        rows = self._strategy(routing, axes)(
             self._feed_forward,
             *varying((tokens_in, routing, _weights(parameters, axes)), axes.expert),
             axes=axes.expert,
@@ -78,6 +86,25 @@ class Forward:
         if config.router.num_identity_experts:
             rows = rows + _identity(tokens, choices, config)
         return rows, statistics
+
+    def _strategy(self, routing: Routing, axes: DeviceAxes) -> parallel.Strategy:
+        if not axes.expert:
+            return parallel.none
+        split = set(axes.expert) & set(axes.tokens)
+        if not split:
+            return parallel.replicated
+        if split != set(axes.expert):
+            raise ValueError(
+                f"tokens are split over mesh axes {axes.tokens} and experts over {axes.expert}: all"
+                " of the experts' axes must split the tokens too, or none of them"
+            )
+        if isinstance(self.expert_parallel, parallel.Fused):
+            return self.expert_parallel.strategy(self.config.activation, self.backend)
+        num_tokens, k = routing.expert_ids.shape
+        peers = jax.lax.axis_size(axes.expert)
+        return parallel.choose_strategy(
+            self.expert_parallel, num_tokens=num_tokens, k=k, peers=peers
+        )
 
     def _feed_forward(
         self, tokens: Float[Array, "t D"], routing: Routing, weights: parallel.ExpertWeights
@@ -193,22 +220,6 @@ def _within_capacity(
         start = jax.lax.axis_index(axes.tokens) * count
         kept = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=0), kept)
     return dataclasses.replace(kept, probabilities=routing.probabilities)
-
-
-def _strategy(name: str, routing: Routing, axes: DeviceAxes) -> parallel.Strategy:
-    if not axes.expert:
-        return parallel.none
-    split = set(axes.expert) & set(axes.tokens)
-    if not split:
-        return parallel.replicated
-    if split != set(axes.expert):
-        raise ValueError(
-            f"tokens are split over mesh axes {axes.tokens} and experts over {axes.expert}: all of"
-            " the experts' axes must split the tokens too, or none of them"
-        )
-    num_tokens, k = routing.expert_ids.shape
-    peers = jax.lax.axis_size(axes.expert)
-    return parallel.choose_strategy(name, num_tokens=num_tokens, k=k, peers=peers)
 
 
 def _identity(

@@ -201,10 +201,19 @@ def normalize_rules(rules: Rules | None) -> dict[str, tuple[str, ...]]:
 
 def mesh_platform(mesh: AnyMesh | None) -> str | None:
     """The platform of a mesh's devices ("cpu", "gpu", "tpu"), None where it is not known."""
+    platform = getattr(_any_device(mesh), "platform", None)
+    return "gpu" if platform == "cuda" else platform
+
+
+def mesh_device_kind(mesh: AnyMesh | None) -> str | None:
+    """The kind of a mesh's devices, such as "TPU v6 lite", None where it is not known."""
+    return getattr(_any_device(mesh), "device_kind", None)
+
+
+def _any_device(mesh: AnyMesh | None) -> tp.Any:
     if isinstance(mesh, Mesh):
-        platform = mesh.devices.flat[0].platform
-        return "gpu" if platform == "cuda" else platform
-    return None
+        return mesh.devices.flat[0]
+    return getattr(mesh, "abstract_device", None)
 
 
 def reshard(x: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:

@@ -103,6 +103,12 @@ class Binding:
         """Whether gate and up are stored apart."""
         return "{J}" in (self.entry.key or "")
 
+    @property
+    def one_for_all_experts(self) -> bool:
+        """Whether one stored value stands for all experts."""
+        stored = [axis for group in parse(self.entry.axes) for axis in group]
+        return self.by_expert and "{E}" not in (self.entry.key or "") and "E" not in stored
+
     @functools.cached_property
     def keys(self) -> dict[str, tuple[int, int]]:
         """Every key of the entry and its (expert, branch), experts in numeric order."""

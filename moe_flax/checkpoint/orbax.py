@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.convert import find_form, layer_outputs, without_quantization
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.hf_config import load_json, read_config, write_config
+from moe_flax.checkpoint.hf_config import load_json, read_config, rewrite_config
 from moe_flax.checkpoint.mapping import Index, Parameter, parameter_shapes, read
 from moe_flax.checkpoint.modules import parameter_dtype
 from moe_flax.checkpoint.reader import Reader
@@ -172,7 +172,9 @@ def from_orbax(
         outputs += layer_outputs(bound, parameters, {})
     rest = Reader(root / "rest")
     outputs += [array_output(name, rest[name]) for name in rest]
-    hf_config = meta["hf_config"] if target is row else write_config(target, config)
+    hf_config = meta["hf_config"]
+    if target is not row:
+        hf_config = rewrite_config(target, config, hf_config)
     text = json.dumps(hf_config, indent=2, sort_keys=True).encode() + b"\n"
     write_checkpoint(
         path,

@@ -29,7 +29,7 @@ def resolve_backend(backend: str = "auto", platform: str | None = None) -> str:
         that cannot run here.
     """
     check_backend(backend)
-    platform = platform or _default_platform()
+    platform = platform or default_platform()
     if backend == "auto":
         own = _OWN.get(platform, "xla")
         missing = _missing_for_triton(platform) if own == "triton" else None
@@ -47,7 +47,8 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _default_platform() -> str:
+def default_platform() -> str:
+    """The platform of JAX's default device: "cpu", "gpu" or "tpu"."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None:
         platform = jax.default_backend()

@@ -3,6 +3,7 @@
 from moe_flax.parallel.all_gather import all_gather, replicated
 from moe_flax.parallel.all_to_all import all_to_all, buffer_rows
 from moe_flax.parallel.common import ExpertWeights, FeedForward, Strategy
+from moe_flax.parallel.fused import Fused, choose_fused
 from moe_flax.parallel.none import none
 
 STRATEGIES: dict[str, Strategy] = {
@@ -15,25 +16,30 @@ __all__ = [
     "STRATEGIES",
     "ExpertWeights",
     "FeedForward",
+    "Fused",
     "Strategy",
     "all_gather",
     "all_to_all",
     "check_strategy",
+    "choose_fused",
     "choose_strategy",
     "none",
     "replicated",
 ]
 
 
-def check_strategy(name: str) -> str:
+def check_strategy(name: str | Fused) -> str | Fused:
     """Returns the name of a strategy, or raises a ValueError that lists them."""
-    if name != "auto" and name not in STRATEGIES:
-        raise ValueError(f"expert_parallel {name!r} is not known; allowed: {('auto', *STRATEGIES)}")
+    allowed = ("auto", *STRATEGIES, "fused")
+    if not isinstance(name, Fused) and name not in allowed:
+        raise ValueError(
+            f"expert_parallel {name!r} is not known; allowed: {allowed} and moe_flax.parallel.Fused"
+        )
     return name
 
 
 def choose_strategy(name: str, *, num_tokens: int, k: int, peers: int) -> Strategy:
-    """The strategy of a name; "auto" takes the one that moves the fewest rows.
+    """The collective strategy of a name; "auto" takes the one that moves the fewest rows.
 
     Args:
       name: "auto", "none", "all_gather" or "all_to_all".

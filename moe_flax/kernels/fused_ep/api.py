@@ -9,9 +9,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from moe_flax.activations import Activation, resolve_activation
-from moe_flax.kernels.fused_ep.blocks import BlockSizes, chip_of, device_kind
+from moe_flax.kernels.fused_ep.blocks import BlockSizes, chip_of
 from moe_flax.kernels.fused_ep.local import fused_ep_local
 from moe_flax.routing import Routing
+from moe_flax.sharding import mesh_device_kind
 
 _TOKEN_DTYPES = ("float32", "bfloat16")
 _WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -128,7 +129,7 @@ def fused_ep_moe(
         PartitionSpec(expert, None),
     ]
     specs = [None if x is None else spec for x, spec in zip(operands, specs, strict=True)]
-    chip = chip or chip_of(device_kind(mesh))
+    chip = chip or chip_of(mesh_device_kind(mesh))
 
     def device(tokens, ids, weights, *operands):
         wi, wo, wi_scale, wo_scale, wi_bias, wo_bias = operands

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from fused_ep_case import SMALL, Case, check, make_mesh
 
-from moe_flax.kernels.fused_ep.local import scale_window
+from moe_flax.kernels.fused_ep.call import scale_window
 
 BLOCK = "block"
 
