@@ -23,7 +23,8 @@ test: $(VENV)/.installed  ## the default suite, under 10 minutes on 2 cores
 	$(PYTEST) -n auto -m "$(DEFAULT)"
 
 test-slow: $(VENV)/.installed  ## more meshes, larger cases
-	$(PYTEST) -n auto -m slow --ignore=tests/kernels/fused_ep --ignore=tests/parallel/test_fused.py
+	$(PYTEST) -n auto -m "slow and not gpu" --ignore=tests/kernels/fused_ep \
+		--ignore=tests/parallel/test_fused.py
 
 INTERPRETED = tests/kernels/fused_ep tests/parallel/test_fused.py
 
