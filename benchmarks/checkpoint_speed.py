@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_speed.py --gigabytes 6 --directory /tmp
 
 Makes a synthetic bfloat16 Qwen3-MoE checkpoint, copies its files (with fsync, as the converter
-does), rewrites it in its own form and in the fused one, and loads one layer into our layout. Peak
-host memory is the process' own, beyond what it had before, file pages apart.
+does), rewrites it in its own form, in the fused one and as Orbax, and loads one layer into our
+layout. Peak host memory is the process' own, beyond what it had before, file pages apart.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from moe_flax.checkpoint import load_parameters
+from moe_flax.checkpoint.orbax import write_orbax
 from moe_flax.checkpoint.source import open_source
 from moe_flax.checkpoint.transform import plan
 from moe_flax.checkpoint.writer import Output, write_checkpoint
@@ -127,12 +128,14 @@ def main() -> None:
         for form in ("per_expert", "fused"):
             measure(f"convert to {form}", lambda f=form: plan(source, form=f).write(root / "out"))
             shutil.rmtree(root / "out")
+        measure("convert to orbax", lambda: write_orbax(root / "out", source, fingerprint="once"))
+        shutil.rmtree(root / "out")
         start = time.perf_counter()
         load_parameters(root / "source", 0)
         seconds = time.perf_counter() - start
         print(f"load one layer         {layer_bytes / seconds / 1e9:6.2f} GB/s")
         base = max(rates["copy (1)"], rates["copy (2)"])
-        for form in ("per_expert", "fused"):
+        for form in ("per_expert", "fused", "orbax"):
             print(f"{form}: {rates[f'convert to {form}'] / base:.2f} of the copy's speed")
 
 

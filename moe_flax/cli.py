@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import tqdm
 
+from moe_flax import bench
 from moe_flax.checkpoint.encode import SCHEMES
-from moe_flax.checkpoint.errors import CheckpointError
+from moe_flax.checkpoint.errors import CheckpointError, fault
 from moe_flax.checkpoint.inspect import inspect, size
 from moe_flax.checkpoint.orbax import from_orbax, write_orbax
 from moe_flax.checkpoint.source import open_source
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="without router and shared experts; quantised weights always are",
     )
     tried.set_defaults(run=_compile)
+    bench.add_command(commands)
     return parser
 
 
@@ -98,7 +100,22 @@ def _bar(total: int | None) -> tqdm.tqdm:
     return tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="convert")
 
 
+def _refuse(arguments: argparse.Namespace, reason: str, *names: str) -> None:
+    """An option that would be passed over is an error."""
+    given = [name for name in names if getattr(arguments, name) not in (None, False)]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise fault(f"{options} cannot be used with {reason}")
+
+
 def _convert(arguments: argparse.Namespace) -> None:
+    if arguments.from_orbax:
+        _refuse(arguments, "--from-orbax", "dtype", "quantize", "dry_run")
+        if arguments.to == "orbax":
+            raise fault("--to orbax cannot be used with --from-orbax")
+    elif arguments.to == "orbax":
+        reason = "--to orbax, which holds the layers in this library's own layout"
+        _refuse(arguments, reason, "family", "form", "quantize")
     target: dict[str, tp.Any] = {"family": arguments.family, "form": arguments.form}
     if arguments.from_orbax:
         with _bar(None) as bar:
@@ -114,7 +131,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     source = open_source(arguments.source)
     planned = plan(source, **target, dtype=dtype, scheme=arguments.quantize)
     if arguments.dry_run:
-        print("\n".join(planned.describe()))
+        print("\n".join(planned.describe(orbax=arguments.to == "orbax")))
         print(f"writes {size(planned.nbytes)} in {len(planned.outputs)} tensors; nothing written")
         return
     with _bar(planned.nbytes) as bar:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 import numbers
 import os
 import pathlib
 import tomllib
 import typing as tp
+from collections.abc import Mapping
 
 from moe_flax.activations import Activation, resolve_activation
 
@@ -22,6 +24,26 @@ def _check_type(name: str, value: object, *allowed: type) -> None:
     if not isinstance(value, allowed):
         kinds = " or ".join(kind.__name__ for kind in allowed)
         raise TypeError(f"{name} must be {kinds}, got {value!r}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_count(name: str, value: tp.Any, least: int) -> None:
+    """Raises unless the value is an integer (no bool) of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if int(value) < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
+
+
+def _check_number(name: str, value: tp.Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if math.isnan(value):
+        raise ValueError(f"{name} must be a number, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +103,17 @@ class RouterConfig:
         _check_choice("apply_to", self.apply_to, ("output", "input"))
         _check_choice("renormalize_mode", self.renormalize_mode, ("add", "max"))
         _check_choice("selection", self.selection, ("top_k", "sparse_mixer"))
+        for name in ("renormalize", "correction_bias", "logit_bias", "per_expert_scale"):
+            _check_bool(name, getattr(self, name))
+        for name in ("num_groups", "num_selected_groups", "num_identity_experts"):
+            _check_count(name, getattr(self, name), 0)
+        for name in ("renormalize_epsilon", "scale", "renormalize_order", "jitter"):
+            _check_number(name, getattr(self, name))
+        for name in ("logit_softcap", "capacity_factor"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name))
+        if math.isinf(self.scale):
+            raise ValueError(f"scale must be finite, got {self.scale}")
         if self.num_groups < 1 or not 1 <= self.num_selected_groups <= self.num_groups:
             raise ValueError(
                 "need 1 <= num_selected_groups <= num_groups, got "
@@ -104,8 +137,6 @@ class RouterConfig:
             raise ValueError(f"renormalize_epsilon must be >= 0, got {self.renormalize_epsilon}")
         if not self.renormalize_order > 0:
             raise ValueError(f"renormalize_order must be positive, got {self.renormalize_order}")
-        if self.num_identity_experts < 0:
-            raise ValueError(f"num_identity_experts must be >= 0, got {self.num_identity_experts}")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise ValueError(
                 f"capacity_factor must be positive or None, got {self.capacity_factor}"
@@ -129,9 +160,7 @@ class SharedConfig:
 
     def __post_init__(self):
         _check_choice("combine", self.combine, ("add", "average", "gated"))
-        _check_type("hidden_features", self.hidden_features, numbers.Integral)
-        if self.hidden_features < 1:
-            raise ValueError(f"hidden_features must be >= 1, got {self.hidden_features}")
+        _check_count("hidden_features", self.hidden_features, 1)
         if self.activation is not None:
             resolve_activation(self.activation)
 
@@ -169,11 +198,15 @@ class MoEConfig:
     def __post_init__(self):
         _check_type("router", self.router, RouterConfig)
         _check_type("shared", self.shared, SharedConfig, type(None))
-        for name in ("features", "hidden_features", "num_experts", "num_experts_per_token"):
-            _check_type(name, getattr(self, name), numbers.Integral)
         for name in ("features", "hidden_features", "num_experts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+            _check_count(name, getattr(self, name), 1)
+        for name in ("num_experts_per_token", "num_layers"):
+            _check_count(name, getattr(self, name), 0)
+        _check_bool("use_bias", self.use_bias)
+        _check_type("family", self.family, str)
+        _check_type("moe_layers", self.moe_layers, tuple)
+        for layer in self.moe_layers:
+            _check_type("a layer of moe_layers", layer, numbers.Integral)
         check_experts_per_token(self.num_experts_per_token, self.num_experts, self.router)
         resolve_activation(self.activation)
         layers = self.moe_layers
@@ -223,14 +256,16 @@ class MoEConfig:
         """The inverse of ``to_dict``; absent fields take their defaults.
 
         Raises:
-          ValueError: a key is not a field (the message lists the fields).
+          ValueError: a key is not a field (the message lists the fields), or a value is out of
+            range.
+          TypeError: a value is of another type than its field.
         """
         values = {key: value for key, value in values.items() if key != "source"}
         if "router" in values:
             values["router"] = _build(RouterConfig, values["router"])
         if values.get("shared") is not None:
             values["shared"] = _build(SharedConfig, values["shared"])
-        if "moe_layers" in values:
+        if isinstance(values.get("moe_layers"), list):
             values["moe_layers"] = tuple(values["moe_layers"])
         return _build(cls, values)
 
@@ -278,6 +313,7 @@ def _build(cls: tp.Any, values: tp.Any) -> tp.Any:
     """Makes a config dataclass from a mapping, nested activations included."""
     if isinstance(values, cls):
         return values
+    _check_type(f"a {cls.__name__}", values, Mapping)
     fields = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(set(values) - fields)
     if unknown:

@@ -45,6 +45,7 @@ class Forward:
         parameters: Parameters,
         tokens: Float[Array, "t D"],
         mask: Bool[Array, " t"],
+        router_tokens: Float[Array, "t D"] | None,
         axes: DeviceAxes,
         num_tokens: int,
     ) -> tuple[Float[Array, "t D"], RoutingStatistics]:
@@ -55,6 +56,7 @@ class Forward:
             parameters in float32, the rest in the dtype to compute in.
           tokens: [t, D], in the dtype to compute in.
           mask: [t], False for tokens that pad the batch: they cost nothing and count nowhere.
+          router_tokens: [t, D], what the router sees of them; None for ``tokens``.
           axes: the mesh axes that split parameters and tokens.
           num_tokens: tokens of all devices, padding not counted.
 
@@ -63,7 +65,7 @@ class Forward:
         """
         config = self.config
         parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
-        logits = router_logits(parameters, tokens)
+        logits = router_logits(parameters, tokens if router_tokens is None else router_tokens)
         choices, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
 
         # Replicated parameters vary from here on as what they meet: gradients sum accordingly.

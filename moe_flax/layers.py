@@ -232,11 +232,21 @@ class MoE(nnx.Module):
 
     @tp.overload
     def __call__(
-        self, inputs: Array, *, return_aux: tp.Literal[False] = False, mask: Array | None = None
+        self,
+        inputs: Array,
+        *,
+        return_aux: tp.Literal[False] = False,
+        mask: Array | None = None,
+        router_inputs: Array | None = None,
     ) -> Array: ...
     @tp.overload
     def __call__(
-        self, inputs: Array, *, return_aux: tp.Literal[True], mask: Array | None = None
+        self,
+        inputs: Array,
+        *,
+        return_aux: tp.Literal[True],
+        mask: Array | None = None,
+        router_inputs: Array | None = None,
     ) -> tuple[Array, MoEAux]: ...
     def __call__(
         self,
@@ -244,6 +254,7 @@ class MoE(nnx.Module):
         *,
         return_aux: bool = False,
         mask: Bool[Array, "..."] | None = None,
+        router_inputs: Float[Array, "... D"] | None = None,
     ) -> Float[Array, "... D"] | tuple[Float[Array, "... D"], MoEAux]:
         """Sends every token to its experts.
 
@@ -252,19 +263,23 @@ class MoE(nnx.Module):
           return_aux: also return losses and load, summed over the whole mesh.
           mask: [...], False for tokens that only pad the batch: they give zeros from the routed
             experts, and count in no loss and no load.
+          router_inputs: [..., D], what the router sees of each token where that is not what the
+            experts see (Gemma 4 normalises the two apart); by default ``inputs``.
 
         Returns:
           [..., D], in ``dtype`` (or what inputs and parameters promote to); and a ``MoEAux``.
 
         Raises:
-          ValueError: the last dimension is not D, or the mask's shape is not ``inputs``' without
-            it.
-          TypeError: inputs are not of a floating dtype, or the mask is not bool.
+          ValueError: the last dimension is not D, the mask's shape is not ``inputs``' without it,
+            or that of ``router_inputs`` is not ``inputs``'.
+          TypeError: inputs or ``router_inputs`` are not of a floating dtype, or the mask is not
+            bool.
         """
         inputs, mask = jnp.asarray(inputs), None if mask is None else jnp.asarray(mask)
-        _check_inputs(inputs, mask, self.config.features)
+        router_inputs = None if router_inputs is None else jnp.asarray(router_inputs)
+        _check_inputs(inputs, mask, router_inputs, self.config.features)
         dtype = self.dtype or jnp.result_type(inputs, self.experts.wi[...], self.experts.wo[...])
-        rows, statistics = self._forward(inputs.astype(dtype), mask)
+        rows, statistics = self._forward(inputs.astype(dtype), mask, router_inputs)
         if not return_aux:
             return rows
         return rows, losses.moe_aux(statistics)
@@ -298,7 +313,10 @@ class MoE(nnx.Module):
         bias[...] = losses.update_correction_bias(bias[...], tokens_per_expert, rate)
 
     def _forward(
-        self, inputs: Float[Array, "... D"], mask: Bool[Array, "..."] | None
+        self,
+        inputs: Float[Array, "... D"],
+        mask: Bool[Array, "..."] | None,
+        router_inputs: Float[Array, "... D"] | None,
     ) -> tuple[Float[Array, "... D"], losses.RoutingStatistics]:
         mesh = sharding.active_mesh(self.mesh)
         sharding.check_scope(mesh)
@@ -314,9 +332,11 @@ class MoE(nnx.Module):
             mask = jnp.ones(inputs.shape[:-1], bool)
         if axes is None:
             tokens, flat_mask = inputs.reshape(-1, inputs.shape[-1]), mask.reshape(-1)
-            rows, statistics = _on_one_device(forward, parameters, tokens, flat_mask)
+            seen = None if router_inputs is None else router_inputs.reshape(tokens.shape)
+            rows, statistics = _on_one_device(forward, parameters, tokens, flat_mask, seen)
             return rows.reshape(inputs.shape), statistics
-        return over_mesh(forward, parameters, parameter_shapes(self.config), inputs, mask, axes)
+        shapes = parameter_shapes(self.config)
+        return over_mesh(forward, parameters, shapes, inputs, mask, axes, router_inputs)
 
     def _parameters(self, dtype: Dtype) -> Parameters:
         """All parameters by name; all but the router's in the dtype to compute in."""
@@ -330,16 +350,28 @@ class MoE(nnx.Module):
 
 @functools.partial(jax.jit, static_argnames="forward")
 def _on_one_device(
-    forward: Forward, parameters: Parameters, tokens: jax.Array, mask: jax.Array
+    forward: Forward,
+    parameters: Parameters,
+    tokens: jax.Array,
+    mask: jax.Array,
+    router_tokens: jax.Array | None,
 ) -> tuple[jax.Array, losses.RoutingStatistics]:
-    return forward(parameters, tokens, mask, DeviceAxes(), tokens.shape[0])
+    return forward(parameters, tokens, mask, router_tokens, DeviceAxes(), tokens.shape[0])
 
 
-def _check_inputs(inputs: jax.Array, mask: jax.Array | None, features: int) -> None:
+def _check_inputs(
+    inputs: jax.Array, mask: jax.Array | None, router_inputs: jax.Array | None, features: int
+) -> None:
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
         raise TypeError(f"inputs must be of a floating dtype, got {inputs.dtype}")
     if inputs.ndim < 1 or inputs.shape[-1] != features:
         raise ValueError(f"inputs must be [..., {features}], got shape {inputs.shape}")
+    if router_inputs is not None and router_inputs.shape != inputs.shape:
+        raise ValueError(
+            f"router_inputs must be of the inputs' shape {inputs.shape}, got {router_inputs.shape}"
+        )
+    if router_inputs is not None and not jnp.issubdtype(router_inputs.dtype, jnp.floating):
+        raise TypeError(f"router_inputs must be of a floating dtype, got {router_inputs.dtype}")
     if mask is not None and mask.shape != inputs.shape[:-1]:
         raise ValueError(f"mask must be of shape {inputs.shape[:-1]}, got {mask.shape}")
     if mask is not None and mask.dtype != jnp.bool_:

@@ -1,4 +1,4 @@
-"""Pictures of a training run: expert load over time, and loss curves."""
+"""Pictures of a training run, expert load over time and loss curves, and of a benchmark."""
 
 import typing as tp
 
@@ -7,6 +7,8 @@ from jaxtyping import Float, Num
 
 if tp.TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from moe_flax.bench import Time
 
 Curve: tp.TypeAlias = tuple[tp.Sequence[float], tp.Sequence[float]]
 
@@ -141,6 +143,46 @@ def loss_curves(
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.suptitle(title)
+    return figure
+
+
+def benchmark(times: "tp.Sequence[Time]", *, title: str = "MoE layer") -> "Figure":
+    """Draws the speed of each candidate, a panel a pass and a group of bars a token count.
+
+    Args:
+      times: what `moe_flax.bench.measure` returned; a black line above each group is the floor.
+      title: of the figure.
+
+    Returns:
+      A matplotlib Figure.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: there is nothing to draw.
+    """
+    if not times:
+        raise ValueError("benchmark needs at least one time, got none")
+    passes = list(dict.fromkeys(t.work for t in times))
+    names = list(dict.fromkeys(t.name for t in times))
+    counts = sorted({t.tokens for t in times})
+    figure = _figure(width=4 + 2 * len(counts), height=1 + 3 * len(passes))
+    panels = figure.subplots(len(passes), 1, squeeze=False)[:, 0]
+    width = 0.8 / len(names)
+    for panel, work in zip(panels, passes, strict=True):
+        for i, name in enumerate(names):
+            shown = [t for t in times if (t.work, t.name) == (work, name)]
+            places = [counts.index(t.tokens) - 0.4 + (i + 0.5) * width for t in shown]
+            speeds = [t.tflops for t in shown]
+            panel.bar_label(panel.bar(places, speeds, width, label=name), fmt="%.3g", fontsize=8)
+        floors = {t.tokens: t.tflops / t.floor for t in times if t.work == work}
+        for tokens, floor in floors.items():
+            place = counts.index(tokens)
+            panel.plot([place - 0.4, place + 0.4], [floor, floor], color="black")
+        panel.set_ylabel(f"{work}\nTFLOP/s")
+        panel.set_xticks(range(len(counts)), [f"{count} tokens" for count in counts])
+    panels[0].plot([], [], color="black", label="floor")
+    panels[0].legend()
     figure.suptitle(title)
     return figure
 

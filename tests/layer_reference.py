@@ -11,11 +11,12 @@ from moe_flax.experts import expert_ffn_reference
 
 
 @nnx.jit
-def reference_layer(layer: MoE, x: jax.Array) -> jax.Array:
+def reference_layer(layer: MoE, x: jax.Array, router_inputs: jax.Array | None = None) -> jax.Array:
     config, experts, router = layer.config, layer.experts, layer.router
     tokens = x.reshape(-1, config.features).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
-        logits = tokens @ router.kernel[...]
+        seen = tokens if router_inputs is None else router_inputs.reshape(tokens.shape)
+        logits = seen.astype(jnp.float32) @ router.kernel[...]
         if router.bias is not None:
             logits = logits + router.bias[...]
         routing = route(

@@ -116,7 +116,6 @@ def test_float32_products_take_six_passes():
     ],
 )
 def test_a_layer_compiles(topology, mesh, capsys):
-    pytest.importorskip("libtpu")
     assert run("tiny", "--topology", topology, "--mesh", mesh, "--tokens", "16") == 0
     text = capsys.readouterr().out
     assert f"the layer compiles for {topology}, mesh {mesh}, 16 tokens a device" in text
@@ -126,7 +125,6 @@ def test_a_layer_compiles(topology, mesh, capsys):
 
 @pytest.mark.tpu
 def test_quantized_experts_compile_and_unknown_slices_do_not(capsys):
-    pytest.importorskip("libtpu")
     arguments = ("--mesh", "expert=4", "--tokens", "16", "--dtype", "float8_e4m3fn")
     assert run("tiny", "--topology", "v6e:2x2", *arguments) == 0
     assert "its routed experts compile for v6e:2x2" in capsys.readouterr().out
@@ -136,7 +134,6 @@ def test_quantized_experts_compile_and_unknown_slices_do_not(capsys):
 
 @pytest.mark.tpu
 def test_the_gradient_compiles():
-    pytest.importorskip("libtpu")
     config = MoEConfig.preset("tiny")
     devices = compile_report._topology_devices("v6e:2x2", "v6e")
     mesh = jax.sharding.Mesh([devices[:2], devices[2:]], ("data", "expert"))

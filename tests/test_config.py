@@ -1,6 +1,7 @@
 import dataclasses
 import tomllib
 
+import numpy as np
 import pytest
 
 from moe_flax import config as config_module
@@ -68,6 +69,58 @@ def test_preset_round_trips_and_names_its_sources(name):
         paths |= {f"{key}.{inner}" for inner in value} if isinstance(value, dict) else {key}
     assert set(source) == paths
     assert all(isinstance(text, str) and text for text in source.values())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("scale", "a", TypeError, "scale must be a number, got 'a'"),
+        ("scale", True, TypeError, "scale must be a number, got True"),
+        ("scale", float("nan"), ValueError, "scale must be a number, got nan"),
+        ("scale", float("inf"), ValueError, "scale must be finite, got inf"),
+        ("jitter", None, TypeError, "jitter must be a number, got None"),
+        ("renormalize_epsilon", float("nan"), ValueError, "renormalize_epsilon must be a number"),
+        ("renormalize_order", "2", TypeError, "renormalize_order must be a number, got '2'"),
+        ("logit_softcap", "30", TypeError, "logit_softcap must be a number, got '30'"),
+        ("capacity_factor", [1.0], TypeError, r"capacity_factor must be a number, got \[1.0\]"),
+        ("renormalize", "no", TypeError, "renormalize must be True or False, got 'no'"),
+        ("correction_bias", 1, TypeError, "correction_bias must be True or False, got 1"),
+        ("num_groups", 2.0, TypeError, "num_groups must be an integer, got 2.0"),
+        ("num_identity_experts", -1, ValueError, "num_identity_experts must be >= 0, got -1"),
+        ("score", ["softmax"], ValueError, "score must be one of"),
+    ],
+)
+def test_router_values_of_another_type(field, value, error, message):
+    with pytest.raises(error, match=message):
+        RouterConfig(**{field: value})
+    values = MoEConfig.preset("tiny").to_dict()
+    with pytest.raises(error, match=message):
+        MoEConfig.from_dict(values | {"router": {field: value}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("features", True, "features must be an integer, got True"),
+        ("num_experts", "8", "num_experts must be an integer, got '8'"),
+        ("use_bias", "no", "use_bias must be True or False, got 'no'"),
+        ("num_layers", 2.5, "num_layers must be an integer, got 2.5"),
+        ("moe_layers", 3, "moe_layers must be tuple, got 3"),
+        ("moe_layers", ["a"], "a layer of moe_layers must be Integral, got 'a'"),
+        ("family", 3, "family must be str, got 3"),
+        ("router", "softmax", "a RouterConfig must be Mapping, got 'softmax'"),
+        ("shared", 8, "a SharedConfig must be Mapping, got 8"),
+        ("activation", 3, "activation"),
+    ],
+)
+def test_layer_values_of_another_type(field, value, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        MoEConfig.from_dict(MoEConfig.preset("tiny").to_dict() | {field: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    router = RouterConfig(scale=np.float32(2.5), num_groups=np.int64(2), logit_softcap=30)
+    assert router.scale == 2.5
 
 
 def test_unknown_preset_lists_the_names():
@@ -181,9 +234,9 @@ def test_sparse_mixer_takes_two_experts():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_experts": 8.0}, "num_experts must be Integral, got 8.0"),
-        ({"num_experts_per_token": 1.5}, "num_experts_per_token must be Integral, got 1.5"),
-        ({"features": "4"}, "features must be Integral, got '4'"),
+        ({"num_experts": 8.0}, "num_experts must be an integer, got 8.0"),
+        ({"num_experts_per_token": 1.5}, "num_experts_per_token must be an integer, got 1.5"),
+        ({"features": "4"}, "features must be an integer, got '4'"),
         ({"router": {"score": "sigmoid"}}, "router must be RouterConfig, got {'score'"),
         ({"shared": 16}, "shared must be SharedConfig or NoneType, got 16"),
     ],

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_grids import LAYERS, PublishedLayers, operands, padded_ffn, smaller
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -83,6 +84,18 @@ def test_equals_the_reference(j, activation, bias, apply_to):
     check(*layer(j=j, bias=bias, apply_to=apply_to), activation=activation)
 
 
+class TestCpu(PublishedLayers):
+    backend = "cpu"
+
+
+def test_the_published_layers_reference_is_the_reference():
+    floats, ids, _ = operands(smaller(LAYERS["scatter 256 100 3 bias"]))
+    tokens, wi, wo, weights, wi_bias, wo_bias = floats
+    routing = Routing(jnp.asarray(ids), weights)
+    wanted = expert_ffn_reference(tokens, wi, wo, routing, wi_bias=wi_bias, wo_bias=wo_bias)
+    assert distance(padded_ffn(floats, ids, "silu"), wanted) < 2e-6
+
+
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_other_backends(backend):
     check(*layer(), backend=backend)
@@ -97,6 +110,8 @@ def test_other_backends(backend):
         {"k": 4},
         {"d": 100, "f": 257, "t": 40},
         {"t": 200, "e": 2, "k": 1},
+        {"t": 30, "e": 512, "k": 8, "d": 8, "f": 12},
+        {"t": 20, "d": 264, "f": 451},
     ],
 )
 def test_sizes(sizes):
@@ -175,6 +190,24 @@ def test_same_bits_twice():
     first, second = (output_and_gradients(expert_ffn, arrays, ids, apply_to) for _ in range(2))
     for name in first:
         np.testing.assert_array_equal(np.asarray(first[name]), np.asarray(second[name]))
+
+
+def test_vmap_over_tokens_and_routings():
+    arrays, ids, apply_to = layer(t=24)
+    rows = {name: arrays.pop(name).reshape(2, 12, -1) for name in ("tokens", "weights")}
+
+    def gradients(rows, ids):
+        def loss(rows):
+            return jnp.sum(jnp.sin(run(expert_ffn, arrays | rows, ids, apply_to)))
+
+        return jax.value_and_grad(loss)(rows)
+
+    ids = ids.reshape(2, 12, -1)
+    actual = jax.jit(jax.vmap(gradients))(rows, ids)
+    for i in range(2):
+        wanted = gradients(jax.tree.map(lambda x: x[i], rows), ids[i])  # noqa: B023
+        for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+            assert distance(a[i], w) < 2e-6
 
 
 def test_order_of_the_choices_does_not_matter_to_a_row():

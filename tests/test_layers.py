@@ -211,6 +211,32 @@ def test_gradients_equal_the_references():
     assert max(jax.tree.leaves(errors)) < 5e-6
 
 
+def test_the_router_may_see_something_else():
+    layer = make(use_bias=True, shared=SharedConfig(8, combine="gated"))
+    x, seen = inputs(3, 5, 16), inputs(3, 5, 16, seed=2)
+    expected = reference_layer(layer, x, seen)
+    assert relative_error(layer(x, router_inputs=seen), expected) < 2e-6
+    assert relative_error(expected, reference_layer(layer, x)) > 0.1
+    np.testing.assert_array_equal(layer(x, router_inputs=x), layer(x))
+
+    def loss(run):
+        return nnx.grad(lambda m, x, seen: jnp.sum(jnp.sin(run(m, x, seen))), argnums=(0, 1, 2))
+
+    got = loss(lambda m, x, seen: m(x, router_inputs=seen))(layer, x, seen)
+    wanted = loss(reference_layer)(layer, x, seen)
+    assert all(jnp.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(wanted))
+    assert max(jax.tree.leaves(jax.tree.map(relative_error, got, wanted))) < 5e-6
+
+
+def test_router_inputs_are_not_rounded_to_the_layers_dtype():
+    """In bfloat16 1 and 1 + 2**-9 are one number, and the first expert would win the tie."""
+    layer = make(d=2, e=2, k=1, dtype=jnp.bfloat16)
+    layer.router.kernel[...] = jnp.eye(2)
+    seen = jnp.array([[1, 1 + 2**-9], [1 + 2**-9, 1]], jnp.float32)
+    _, aux = layer(jnp.ones((2, 2)), router_inputs=seen, return_aux=True)
+    np.testing.assert_array_equal(aux.tokens_per_expert, [1, 1])
+
+
 def test_numpy_and_lists_as_inputs():
     layer, x = make(), inputs(3, 16)
     np.testing.assert_array_equal(layer(np.asarray(x)), layer(x))
@@ -286,6 +312,10 @@ def test_bad_inputs():
         layer(inputs(3, 16), mask=jnp.ones(4, bool))
     with pytest.raises(TypeError, match="mask must be of dtype bool, got int32"):
         layer(inputs(3, 16), mask=jnp.ones(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"router_inputs must be of the inputs' shape \(3, 16\)"):
+        layer(inputs(3, 16), router_inputs=inputs(3, 8))
+    with pytest.raises(TypeError, match="router_inputs must be of a floating dtype, got int32"):
+        layer(inputs(3, 16), router_inputs=jnp.ones((3, 16), jnp.int32))
     with pytest.raises(TypeError, match=r"param_dtype must be a floating dtype, got.*int8"):
         make(param_dtype=jnp.int8)
     with pytest.raises(TypeError, match=r"mesh must be.*got 3"):

@@ -11,7 +11,7 @@ import numpy as np
 from moe_flax import sharding
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.hf_config import write_config
+from moe_flax.checkpoint.hf_config import rewrite_config
 from moe_flax.checkpoint.kept import keep_parameters
 from moe_flax.checkpoint.mapping import (
     ArrayParameter,
@@ -123,13 +123,15 @@ def load(
 ) -> Checkpoint:
     """Loads all MoE layers of a public checkpoint; nothing in it is lost.
 
-    Args and errors are those of `load_layer`.
+    Args and errors are those of `load_layer`; a language model that has lost its head is an error
+    as well.
 
     Returns:
       A `Checkpoint`: ``.config``, ``.layers``, ``.rest``.
     """
     _check_quantized(quantized)
     source = open_source(path, form=form)
+    source.check_head()
     layers = {
         index: build_moe(
             bound.config, source.parameters(index), dtype=dtype, mesh=mesh, rules=rules
@@ -273,7 +275,7 @@ def target_config(checkpoint: Checkpoint, row: Family) -> dict[str, tp.Any]:
     known = checkpoint.hf_config
     if known and families.resolve(known)[0] is row:
         return known
-    return write_config(row, checkpoint.config)
+    return rewrite_config(row, checkpoint.config, known)
 
 
 def layer_outputs(
@@ -295,12 +297,33 @@ def layer_outputs(
                 f"layer {layer.index}: {name} has shape {tuple(parameter.shape)},"
                 f" its configuration makes it {binding.shape}"
             )
+        _check_one_value(layer, name, binding, parameter)
         for key in binding.keys:
             dtype = dtypes.get(key, parameter.dtype)
             if dtype != parameter.dtype and not _survives(binding, key, parameter, dtype):
                 dtype = parameter.dtype
             outputs.append(_output(binding, key, parameter, dtype))
     return outputs
+
+
+def _check_one_value(layer: Layer, name: str, binding: Binding, parameter: Parameter) -> None:
+    """Raises a CheckpointError where the form stores less than the parameter says."""
+    if binding.entry.key is None:
+        if np.any(read(parameter)):
+            raise fault(
+                f"layer {layer.index}: {name} is not zero, and form {layer.form.name} of"
+                f" {layer.config.family} has no place for it"
+            )
+    elif binding.one_for_all_experts:
+        values = read(parameter)
+        others = [
+            e for e, v in enumerate(values) if not np.array_equal(v, values[0], equal_nan=True)
+        ]
+        if others:
+            raise fault(
+                f"layer {layer.index}: form {layer.form.name} of {layer.config.family} stores one"
+                f" {name} for all experts; those of experts {others} differ from expert 0's"
+            )
 
 
 def _output(binding: Binding, key: str, parameter: Parameter, dtype: np.dtype) -> Output:

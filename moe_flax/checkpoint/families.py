@@ -286,7 +286,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
         expects={"enable_moe_block": (True,)},
         passed=("router.scale",),
         note="The router sees rms_norm(x) * router.scale / sqrt(D), which is not what the experts"
-        " see; router.scale is in .rest.",
+        " see: call the layer with router_inputs; router.scale is in .rest.",
     ),
     Family(
         ("deepseek_v2",),
@@ -1025,7 +1025,8 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 LayerRule(period=field("decoder_sparse_step"), phase=1),
             ),
         ),
-        note="expert_capacity is not applied: no token is dropped.",
+        note="The model drops a token past expert_capacity of its own sequence; the layer does not"
+        " know sequences and drops none. apply_capacity does it for the routing of one sequence.",
     ),
     Family(
         ("nllb-moe", "nllb_moe"),
@@ -1069,7 +1070,12 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 LayerRule(period=field("decoder_sparse_step"), phase=-1),
             ),
         ),
-        note="expert_capacity is not applied: no token is dropped.",
+        # Outside training no token is dropped at a fraction of 1; expert_capacity is of training.
+        expects={
+            "moe_eval_capacity_token_fraction": (1,),
+            "second_expert_policy": ("all",),
+        },
+        note="The layer is the one of evaluation; expert_capacity, for training, is not applied.",
     ),
 )
 

@@ -60,6 +60,8 @@ LAYOUTS: tp.Final[tp.Mapping[str, tuple[Entry, ...]]] = types.MappingProxyType(
         ),
         "maxtext": (
             Entry("router.kernel", "gate.kernel", "D R"),
+            # One name for two things: a router has one of them.
+            Entry("router.bias", "gate.bias", "R"),
             Entry("router.correction_bias", "gate.bias", "R"),
             Entry("experts.wi", "{J}", "E D F", ("wi_0", "wi_1")),
             Entry("experts.wi_bias", "{J}_bias", "E F", ("wi_0", "wi_1")),
@@ -145,7 +147,10 @@ def to_layout(
         axis = PARAMETER_AXES[parameter].split().index("J") + bool(layers) if entry.branches else 0
         for branch, label in enumerate(entry.branches[-sizes["J"] :] or ("",)):
             part = _take(value, branch, axis) if entry.branches else value
-            found[str(entry.key).replace("{J}", label)] = rearrange(part, ours, stored, sizes)
+            key = str(entry.key).replace("{J}", label)
+            if key in found:
+                raise fault(f"layout {name} would hold two parameters here", tensor=key)
+            found[key] = rearrange(part, ours, stored, sizes)
     return found
 
 
@@ -179,6 +184,8 @@ def from_layout(
             key = str(entry.key).replace("{J}", label)
             if key not in tensors:
                 raise fault("is missing", tensor=key)
+            if key in used:
+                raise fault(f"layout {name} would hold two parameters here", tensor=key)
             used.add(key)
             try:
                 parts.append(rearrange(tensors[key], stored, ours, sizes))

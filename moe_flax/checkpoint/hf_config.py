@@ -167,6 +167,17 @@ def write_config(family: Family, config: MoEConfig) -> dict[str, tp.Any]:
     return writer.values
 
 
+def rewrite_config(family: Family, config: MoEConfig, values: Values) -> dict[str, tp.Any]:
+    """`write_config` for a model that had another family's config.json, ``values``.
+
+    Whether its embeddings are its head as well goes with it: families differ in what they take
+    for granted.
+    """
+    tied = lookup(values, "tie_word_embeddings")
+    written = write_config(family, config)
+    return written if tied is None else written | {"tie_word_embeddings": tied}
+
+
 def _difference(wanted: tp.Any, written: tp.Any) -> str:
     """The fields in which two dataclasses differ, with both values."""
     found = []

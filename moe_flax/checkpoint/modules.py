@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from moe_flax import sharding
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.mapping import Index, Parameter, read
+from moe_flax.checkpoint.mapping import Parameter, read
 from moe_flax.config import MoEConfig
 from moe_flax.layers import MoE
 
@@ -71,10 +71,16 @@ def place_parameter(
     if target is None:
         return jax.device_put(read(parameter, dtype=dtype))
 
-    def part(index: Index | None) -> np.ndarray:
-        return read(parameter, index, dtype)
-
-    return jax.make_array_from_callback(parameter.shape, target, part)
+    shape = parameter.shape
+    devices: dict[tuple[tuple[int, int], ...], list[tp.Any]] = {}
+    for device, index in target.addressable_devices_indices_map(shape).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    parts: list[jax.Array] = []
+    for bounds, holders in devices.items():  # one part at a time in host memory, read once
+        part = read(parameter, tuple(slice(*b) for b in bounds), dtype)
+        parts += [jax.device_put(part, device) for device in holders]
+    return jax.make_array_from_single_device_arrays(shape, target, parts, dtype=dtype)
 
 
 def named_variables(module: MoE) -> tp.Iterator[tuple[str, nnx.Variable]]:

@@ -58,8 +58,8 @@ class Field:
             return value if layer < (lookup(values, name) or default) else rest
         if not found:
             return self._absent(values)
-        first = next(iter(found.values()))
-        if any(value != first for value in found.values() if type(value) is type(first)):
+        first, *others = found.values()
+        if any(value != first for value in others if type(value) is type(first)):
             raise fault(f"config.json contradicts itself: {found}")
         if self.choices is not None:
             if not isinstance(first, str | int | float | bool) or first not in self.choices:

@@ -21,10 +21,13 @@ from moe_flax.checkpoint.mapping import (
 )
 from moe_flax.checkpoint.quantized import Logical
 from moe_flax.checkpoint.reader import Reader
-from moe_flax.checkpoint.schema import Entry, Family, Form, Values
+from moe_flax.checkpoint.schema import Entry, Family, Form, Values, lookup
 from moe_flax.config import MoEConfig
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed.weight", "embeddings.weight")
+_HEADS = ("lm_head.weight", "head.weight", "output.weight", "unembedding.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,26 @@ class Source:
         """The parameters of a layer, by name, read when asked."""
         layer = self.layer(index)
         return {name: StoredParameter(b, self.tensors) for name, b in layer.bindings.items()}
+
+    def check_head(self) -> None:
+        """Raises a CheckpointError where a whole language model has lost its head.
+
+        Embeddings that are not tied and no ``lm_head``: whoever loads the model would run it with
+        a random one.
+        """
+        models = self.hf_config.get("architectures")
+        tied = lookup(self.hf_config, "tie_word_embeddings")
+        tied = lookup(self.values, "tie_word_embeddings") if tied is None else tied
+        whole = isinstance(models, list) and any(str(m).endswith(_WITH_HEAD) for m in models)
+        if tied is not False or not whole:
+            return
+        embedding = next((n for n in self.tensors if n.endswith(_EMBEDDINGS)), None)
+        if embedding and not any(n.endswith(_HEADS) for n in self.tensors):
+            raise fault(
+                f"config.json has tie_word_embeddings=False, and there is {embedding!r} but no"
+                " lm_head.weight; add it or correct config.json (load_layer reads single layers)",
+                file=self.file,
+            )
 
     def _bind(self, prefixes: tuple[str, ...], number: int, index: int) -> Layer:
         """Finds a layer's prefix and form by its keys, and checks that they are all there."""

@@ -14,7 +14,8 @@ from moe_flax.checkpoint import families
 from moe_flax.checkpoint.convert import find_form, layer_outputs, without_quantization
 from moe_flax.checkpoint.encode import SCHEMES, quantize, scale_shape
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.hf_config import write_config
+from moe_flax.checkpoint.hf_config import rewrite_config
+from moe_flax.checkpoint.layouts import PARAMETER_AXES
 from moe_flax.checkpoint.mapping import Index, Parameter
 from moe_flax.checkpoint.reader import DTYPES, INDEX_NAME
 from moe_flax.checkpoint.source import Layer, Source, bind
@@ -78,18 +79,19 @@ class Plan:
             fingerprint=self.fingerprint,
         )
 
-    def describe(self) -> tp.Iterator[str]:
-        """Lines that say which keys become which."""
+    def describe(self, *, orbax: bool = False) -> tp.Iterator[str]:
+        """Lines that say which keys become which, or which parameters of a layer in Orbax."""
         for numbers, (old, new) in self._groups():
-            yield f"layers {ranges(numbers)}: {old.form.name} -> {new.form.name}"
+            target = "orbax" if orbax else new.form.name
+            yield f"layers {ranges(numbers)}: {old.form.name} -> {target}"
             for entry in new.form.entries:
                 if entry.parameter not in new.bindings:
                     continue
                 before = next(e for e in old.form.entries if e.parameter == entry.parameter)
-                yield (
-                    f"  {_template(old, before.key, before.branches)} [{before.axes}]"
-                    f" -> {_template(new, entry.key, entry.branches)} [{entry.axes}]"
-                )
+                after = f"{_template(new, entry.key, entry.branches)} [{entry.axes}]"
+                if orbax:
+                    after = f"{entry.parameter} [{PARAMETER_AXES[entry.parameter]}]"
+                yield f"  {_template(old, before.key, before.branches)} [{before.axes}] -> {after}"
         yield f"passed through: {len(self.source.rest)} tensors"
 
     def _groups(self) -> tp.Iterator[tuple[list[int], tuple[Layer, Layer]]]:
@@ -138,6 +140,7 @@ def plan(
     Raises:
       CheckpointError: the family or form does not exist, or cannot hold these layers.
     """
+    source.check_head()
     row = families.find(family) if family else source.family
     same = row is source.family
     if scheme is not None and scheme not in SCHEMES:
@@ -165,7 +168,7 @@ def plan(
         outputs.append(_rest_output(source, name, to))
     hf_config = without_quantization(source.hf_config)
     if not same:
-        hf_config = write_config(row, source.config)
+        hf_config = rewrite_config(row, source.config, source.hf_config)
     if scheme is not None:
         hf_config = {**hf_config, "quantization_config": dict(SCHEMES[scheme].config)}
     options = {"family": row.name, "form": form, "dtype": str(to), "scheme": scheme}

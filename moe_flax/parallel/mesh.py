@@ -38,9 +38,14 @@ class DeviceLayer(tp.Protocol):
         parameters: Parameters,
         tokens: Float[Array, "t D"],
         mask: Bool[Array, " t"],
+        router_tokens: Float[Array, "t D"] | None,
         axes: DeviceAxes,
         num_tokens: int,
     ) -> tuple[Float[Array, "t D"], tp.Any]: ...
+
+
+# Tokens, their mask, and what the router sees of them if that is something else.
+Rows: tp.TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def over_mesh(
@@ -50,6 +55,7 @@ def over_mesh(
     inputs: Float[Array, "... D"],
     mask: Bool[Array, "..."],
     axes: MeshAxes,
+    router_inputs: Float[Array, "... D"] | None = None,
 ) -> tuple[Float[Array, "... D"], tp.Any]:
     """Calls ``forward`` on every device with its share of tokens and parameters.
 
@@ -63,6 +69,7 @@ def over_mesh(
       inputs: [..., D]; the number of tokens need not divide over the mesh.
       mask: [...], False for tokens that do not count.
       axes: the mesh and the use of its axes.
+      router_inputs: [..., D], or None where the router sees ``inputs``.
     """
     manual = frozenset(getattr(axes.mesh, "manual_axes", ()))
     inside = _manual_axes(parameters, shapes, inputs, axes, manual)
@@ -75,7 +82,8 @@ def over_mesh(
     )
     num_tokens = math.prod(inputs.shape[:-1]) * axes.size(inside.tokens)
     if manual >= set(axes.mesh.axis_names):  # on one device already
-        rows, rest = forward(parameters, *_flatten(inputs, mask), everything, num_tokens)
+        given = _flatten((inputs, mask, router_inputs))
+        rows, rest = forward(parameters, *given, everything, num_tokens)
         return rows.reshape(inputs.shape), rest
 
     mesh = axes.mesh
@@ -86,20 +94,19 @@ def over_mesh(
     # Explicit shardings must divide at every step: rows lie as the leading dimension does, or,
     # where padding changes their number, on every device.
     between = PartitionSpec(home[0] if explicit and inputs.ndim > 1 and not padding else None)
+    given: Rows = (inputs, mask, router_inputs)
     if explicit:
-        inputs, mask = reshard(inputs, mesh, between), reshard(mask, mesh, between)
+        given = jax.tree.map(lambda x: reshard(x, mesh, between), given)
         parameters = {n: reshard(w, mesh, outside.spec(n, w.shape)) for n, w in parameters.items()}
-    tokens, flat_mask = _flatten(inputs, mask)
+    given = _flatten(given)
     if padding:
-        tokens = jnp.pad(tokens, ((0, padding), (0, 0)))
-        flat_mask = jnp.pad(flat_mask, (0, padding))
+        given = jax.tree.map(lambda x: jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))), given)
     if explicit:
-        tokens, flat_mask = (reshard(x, mesh, row_spec) for x in (tokens, flat_mask))
+        given = jax.tree.map(lambda x: reshard(x, mesh, row_spec), given)
 
     rows, rest = _on_devices(
         parameters,
-        tokens,
-        flat_mask,
+        given,
         forward=forward,
         outside=outside,
         everything=everything,
@@ -119,8 +126,7 @@ def over_mesh(
 )
 def _on_devices(
     parameters: Parameters,
-    tokens: jax.Array,
-    mask: jax.Array,
+    given: Rows,
     *,
     forward: DeviceLayer,
     outside: MeshAxes,
@@ -130,8 +136,8 @@ def _on_devices(
 ) -> tuple[jax.Array, tp.Any]:
     """The ``shard_map``; compiled once for equal arguments also where the caller does not jit."""
 
-    def on_device(p: Parameters, t: jax.Array, m: jax.Array) -> tuple[jax.Array, tp.Any]:
-        return forward(p, t, m, everything, num_tokens)
+    def on_device(p: Parameters, here: Rows) -> tuple[jax.Array, tp.Any]:
+        return forward(p, *here, everything, num_tokens)
 
     if manual:  # residuals of a shard_map in a shard_map do not lower: keep the inputs alone
         on_device = jax.checkpoint(on_device)
@@ -141,15 +147,16 @@ def _on_devices(
     return jax.shard_map(
         on_device,
         mesh=mesh if isinstance(mesh, Mesh) else None,
-        in_specs=(weights, rows, rows),
+        in_specs=(weights, rows),
         out_specs=(rows, PartitionSpec()),
         axis_names=set(mesh.axis_names) - manual,
         check_vma=forward.check_vma,
-    )(parameters, tokens, mask)
+    )(parameters, given)
 
 
-def _flatten(inputs: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return inputs.reshape(-1, inputs.shape[-1]), mask.reshape(-1)
+def _flatten(given: Rows) -> Rows:
+    lead = given[1].ndim  # the mask has no D
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[lead:]), given)
 
 
 def gather_embed(name: str, parameter: jax.Array, axes: DeviceAxes) -> jax.Array:

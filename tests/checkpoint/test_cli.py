@@ -1,6 +1,7 @@
 """The moe-flax command: inspect and convert, dry, cut off, and there and back."""
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -67,6 +68,59 @@ def test_inspect_of_a_bare_index_of_a_huge_model_takes_seconds(tmp_path, capsys)
     assert "index only" in text
 
 
+def test_inspect_of_a_huge_model_reads_headers_alone(tmp_path, capsys):
+    """The same shape with every header there, and data that is a hole in the file."""
+    config = config_of(DEEPSEEK) | {
+        "num_hidden_layers": 61, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "hidden_size": 7168,
+        "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    weight_map, total = {}, 0
+    for layer in range(3, 62):
+        block, header, position = f"model.layers.{layer}.mlp.", {}, 0
+
+        def add(name, dtype, *shape, header=header):
+            nonlocal position
+            stop = position + math.prod(shape) * {"F8_E4M3": 1, "F32": 4}[dtype]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, stop]}
+            position = stop
+
+        add(f"{block}gate.weight", "F32", 256, 7168)
+        add(f"{block}gate.e_score_correction_bias", "F32", 256)
+        for owner in [*(f"experts.{e}" for e in range(256)), "shared_experts"]:
+            for kind, shape in (
+                ("gate", (2048, 7168)),
+                ("up", (2048, 7168)),
+                ("down", (7168, 2048)),
+            ):
+                name = f"{block}{owner}.{kind}_proj.weight"
+                add(name, "F8_E4M3", *shape)
+                add(f"{name}_scale_inv", "F32", *(n // 128 for n in shape))
+        text = json.dumps(header).encode()
+        file = tmp_path / f"model-{layer:05d}.safetensors"
+        file.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(file, 8 + len(text) + position)
+        weight_map |= dict.fromkeys(header, file.name)
+        total += position
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert total > 650e9
+    assert sum(file.stat().st_blocks for file in tmp_path.iterdir()) * 512 < 100e6
+    start = time.process_time()
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert time.process_time() - start < 15
+    text = capsys.readouterr().out
+    for line in (
+        "58 MoE of 61: 3-60",
+        "fp8_block",
+        "layers 61 are past the last one",
+        f"{len(weight_map)} tensors",
+        "in experts   float8_e4m3fn 654 GB",
+    ):
+        assert line in text, (line, text)
+
+
 def test_errors_go_to_stderr(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 1
     assert "config.json: cannot be read" in capsys.readouterr().err
@@ -86,6 +140,31 @@ def test_dry_run_prints_the_mapping_and_writes_nothing(tmp_path, capsys):
     assert "layers 1: per_expert -> fused" in text
     assert "experts.{E}.{gate_proj,up_proj}.weight [F D] ->" in text
     assert "experts.gate_up_proj [E (J F) D]" in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--to", "orbax", "--family", "mixtral"], "--family"),
+        (["--to", "orbax", "--form", "fused", "--quantize", "fp8_block"], "--form, --quantize"),
+        (["--from-orbax", "--dtype", "bfloat16"], "--dtype"),
+        (["--from-orbax", "--dry-run", "--quantize", "fp8_block"], "--quantize, --dry-run"),
+        (["--from-orbax", "--to", "orbax"], "--to orbax"),
+    ],
+)
+def test_options_that_would_be_passed_over(tmp_path, capsys, options, named):
+    assert main(["convert", str(DEEPSEEK), str(tmp_path / "m"), *options]) == 1
+    assert f"{named} cannot be used with" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_to_orbax(tmp_path, capsys):
+    arguments = ["convert", str(DEEPSEEK), str(tmp_path / "m"), "--to", "orbax", "--dry-run"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "layers 1: per_expert -> orbax" in text
+    assert "{gate_proj,up_proj}.weight [F D] -> experts.wi [E J D F]" in text
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,5 @@
 """load_layer, load and save on whole checkpoints, against the files that transformers wrote."""
 
-import functools
 import json
 
 import jax
@@ -32,14 +31,14 @@ BF16 = ml_dtypes.bfloat16
 DISTINCT = {  # families whose layers differ from one another in more than names
     "mixtral", "qwen2_moe", "dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "longcat_flash",
     "gpt_oss", "llama4", "jetmoe", "cohere2_moe", "nemotron_h", "minimax_m3", "step3p7",
-    "deepseek_v4", "phimoe", "nllb_moe",
+    "deepseek_v4", "phimoe", "nllb_moe", "gemma4",
 }  # fmt: skip
 
 
-def run(layer, x):
+def run(layer, x, router_inputs=None):
     """The layer's output; the plain backend compiles in the least time."""
     layer.backend = "reference"
-    return nnx.jit(lambda layer, x: layer(x))(layer, x)
+    return nnx.jit(lambda layer, x, seen: layer(x, router_inputs=seen))(layer, x, router_inputs)
 
 
 def assert_same_files(path, tensors, config):
@@ -57,7 +56,6 @@ def assert_same_files(path, tensors, config):
     [
         pytest.param(family, marks=() if family in DISTINCT else pytest.mark.slow)
         for family in FAMILIES
-        if family != "gemma4"
     ],
 )
 def test_the_layer_computes_what_transformers_computes(family):
@@ -66,24 +64,21 @@ def test_the_layer_computes_what_transformers_computes(family):
     index = next(iter(outputs))
     layer = checkpoint.load_layer(path, index)
     assert isinstance(layer, moe_flax.MoE)
-    assert relative_error(run(layer, inputs), outputs[index]) < 1e-5
+    got = run(layer, inputs, router_inputs_of(path))
+    assert relative_error(got, outputs[index]) < 1e-5
 
 
-def test_a_router_that_sees_something_else():
+def test_gemma4s_router_sees_something_else():
+    """As the family's note says it: rms_norm(x) * router.scale / sqrt(D)."""
     path = FIXTURES / "gemma4-plain"
+    loaded = checkpoint.load(path)
+    seen = router_inputs_of(path)
+    scale = loaded.rest["model.language_model.layers.0.router.scale"]
+    x = seen / (scale * seen.shape[-1] ** -0.5)  # the norm has taken the length of x away
+    np.testing.assert_allclose(np.square(x).mean(-1), 1, rtol=1e-3)
     inputs, outputs = golden_of(path)
-    layer = checkpoint.load_layer(path, 0)
-    routing = moe_flax.route(
-        router_inputs_of(path) @ layer.router.kernel[...],
-        layer.config.router,
-        layer.config.num_experts_per_token,
-        per_expert_scale=layer.router.per_expert_scale[...],
-    )
-    ffn = functools.partial(
-        moe_flax.expert_ffn, activation=layer.config.activation, backend="reference"
-    )
-    got = jax.jit(ffn)(inputs, layer.experts.wi[...], layer.experts.wo[...], routing)
-    assert relative_error(got, outputs[0]) < 1e-5
+    assert relative_error(run(loaded.layers[0], inputs, seen), outputs[0]) < 1e-5
+    assert relative_error(run(loaded.layers[0], inputs), outputs[0]) > 0.1
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "plain" in name])
@@ -179,6 +174,57 @@ def test_another_family_with_the_same_layer(tmp_path):
     assert again.config.router.renormalize
     inputs, outputs = golden_of(FIXTURES / "mixtral-plain")
     assert relative_error(run(again.layers[1], inputs), outputs[1]) < 1e-5
+
+
+def test_one_stored_bias_must_be_that_of_all_experts(tmp_path):
+    """JetMoE stores one bias for a block: experts that differ in theirs do not fit."""
+    loaded = checkpoint.load(FIXTURES / "jetmoe-plain")
+    bias = loaded.layers[0].experts.wo_bias
+    bias[...] = bias[...].at[jnp.array([3, 7])].add(1.0)
+    with pytest.raises(CheckpointError, match=r"layer 0: .*one experts\.wo_bias.*\[3, 7\] differ"):
+        checkpoint.save(tmp_path / "m", loaded)
+    loaded = checkpoint.load(FIXTURES / "jetmoe-plain")
+    bias = loaded.layers[1].experts.wi_bias
+    bias[...] = bias[...].at[2, 0, 1].set(0.5)
+    with pytest.raises(CheckpointError, match=r"layer 1: experts\.wi_bias is not zero.*no place"):
+        checkpoint.save(tmp_path / "m", loaded)
+    assert not list(tmp_path.iterdir())
+
+
+def test_23_a_head_that_is_the_embedding(tmp_path):
+    """Tied: no head on disk, none invented. Not tied: a head that is missing is an error."""
+    tensors, config = fixture("jetmoe-plain")
+    assert config["tie_word_embeddings"]
+    assert "lm_head.weight" not in tensors
+    checkpoint.save(tmp_path / "tied", checkpoint.load(FIXTURES / "jetmoe-plain"))
+    assert_same_files(tmp_path / "tied", tensors, config)
+
+    tensors, config = fixture("mixtral-plain")
+    assert config["tie_word_embeddings"] is False
+    headless = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
+    path = write(tmp_path / "lost", headless, config)
+    with pytest.raises(CheckpointError, match=f"{path}: .*tie_word_embeddings=False.*no lm_head"):
+        checkpoint.load(path)
+    checkpoint.load_layer(path, 0)
+    body = {**config, "architectures": ["MixtralModel"]}
+    checkpoint.load(write(tmp_path / "body", headless, body))
+    tied = write(tmp_path / "tied2", headless, {**config, "tie_word_embeddings": True})
+    loaded = checkpoint.load(tied)
+    checkpoint.save(tmp_path / "other", loaded, family="qwen3_moe")
+    assert config_of(tmp_path / "other")["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in tensors_of(tmp_path / "other")
+    whole = checkpoint.load(FIXTURES / "mixtral-plain")
+    checkpoint.save(tmp_path / "third", whole, family="qwen3_moe")
+    assert config_of(tmp_path / "third")["tie_word_embeddings"] is False
+    assert "lm_head.weight" in tensors_of(tmp_path / "third")
+
+
+def test_quantized_weights_have_no_place_in_a_layer():
+    for load in (checkpoint.load, lambda path, **k: checkpoint.load_layer(path, 0, **k)):
+        with pytest.raises(
+            ValueError, match=r"checkpoint\.load_parameters\(\.\.\., quantized='keep'"
+        ):
+            load(FIXTURES / "mixtral-plain", quantized="keep")
 
 
 def test_rest_is_mapped_and_complete():

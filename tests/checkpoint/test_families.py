@@ -77,6 +77,45 @@ def test_a_missing_field_takes_the_familys_own_default():
     assert not MoEConfig.from_hf(qwen3).router.renormalize
 
 
+RENORMALIZES = {  # without a word in config.json
+    "mixtral": True, "qwen2_moe": False, "qwen3_moe": False, "qwen3_next": True, "olmoe": False,
+    "flex_olmo": False, "deepseek_v2": False, "deepseek_v3": True, "deepseek_v32": True,
+    "dots1": False, "glm4_moe": True, "lfm2_moe": True, "bailing_hybrid": True,
+    "kimi_linear": True, "nemotron_h": True, "exaone_moe": True, "qwen3_5_moe": True,
+    "hunyuan_v1_moe": True, "jamba": False, "minimax_m2": True,
+}  # fmt: skip
+WITHOUT_FIELD = ("mixtral", "qwen3_5_moe", "hunyuan_v1_moe", "jamba", "minimax_m2")
+
+
+@pytest.mark.parametrize("family", RENORMALIZES)
+def test_renormalization_with_and_without_its_field(family):
+    field = "moe_renormalize" if family == "kimi_linear" else "norm_topk_prob"
+    values = config_of(FIXTURES / f"{family}-plain")
+    values = {k: v for k, v in values.items() if k not in ("moe_renormalize", "norm_topk_prob")}
+    assert MoEConfig.from_hf(values).router.renormalize is RENORMALIZES[family]
+    for given in (True, False):
+        router = MoEConfig.from_hf(values | {field: given}).router
+        assert router.renormalize is (RENORMALIZES[family] if family in WITHOUT_FIELD else given)
+
+
+@pytest.mark.parametrize("value", ["a", float("nan"), True, [2.5], {}])
+def test_a_scale_that_is_no_number(value):
+    values = config_of(FIXTURES / "deepseek_v3-plain") | {"routed_scaling_factor": value}
+    with pytest.raises(CheckpointError, match=r"config\.json does not describe.*scale must be"):
+        MoEConfig.from_hf(values)
+    with pytest.raises(CheckpointError, match="renormalize must be True or False"):
+        MoEConfig.from_hf(config_of(FIXTURES / "qwen3_moe-plain") | {"norm_topk_prob": "yes"})
+
+
+def test_capacity_that_nllb_would_apply_in_evaluation():
+    values = config_of(FIXTURES / "nllb_moe-plain")
+    assert MoEConfig.from_hf(
+        {**values, "moe_eval_capacity_token_fraction": 1.0, "expert_capacity": 64}
+    )
+    with pytest.raises(CheckpointError, match=r"moe_eval_capacity_token_fraction=0\.5"):
+        MoEConfig.from_hf({**values, "moe_eval_capacity_token_fraction": 0.5})
+
+
 def test_layers_by_step_and_exception():
     qwen3 = {**config_of(FIXTURES / "qwen3_moe-plain"), "num_hidden_layers": 8}
     qwen3 |= {"decoder_sparse_step": 2, "mlp_only_layers": [3]}

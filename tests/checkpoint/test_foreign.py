@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import FIXTURES
+from golden import FIXTURES, tensors_of
 
 from moe_flax.checkpoint import load_parameters
 from moe_flax.checkpoint.errors import CheckpointError
@@ -26,7 +26,8 @@ def config_for(name, e=4, d=6, f=8, s=10):
         num_experts=e,
         num_experts_per_token=1,
         router=RouterConfig(
-            logit_bias="router.bias" in held, correction_bias="router.correction_bias" in held
+            logit_bias="router.bias" in held and name != "maxtext",
+            correction_bias="router.correction_bias" in held,
         ),
         shared=SharedConfig(s) if "shared.wi" in held else None,
         use_bias="experts.wi_bias" in held,
@@ -100,6 +101,46 @@ def test_openai_names_interleave_weights_and_biases():
     )
     np.testing.assert_array_equal(theirs["mlp1_bias"][:, ::2], mine["experts.wi_bias"][:, 0])
     np.testing.assert_array_equal(theirs["mlp2_weight"].swapaxes(1, 2), mine["experts.wo"])
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_maxtext_takes_gate_and_up_from_one_stored_tensor(layers):
+    """gpt-oss' interleaved gate_up_proj becomes wi_0 and wi_1, and both go back into it."""
+    path = FIXTURES / "gpt_oss-plain"
+    stored, config = tensors_of(path), config_from_hf(path)
+    mine = [load_parameters(path, i) for i in range(layers or 1)]
+    theirs = to_layout(mine if layers else mine[0], config, "maxtext")
+    for i in range(layers or 1):
+        block = f"model.layers.{i}.mlp."
+        here = {k: v[:, i] if k[:2] in ("wi", "wo") else v[i] for k, v in theirs.items()}
+        here = here if layers else theirs
+        for branch in (0, 1):
+            for name, key in (
+                (f"wi_{branch}", "gate_up_proj"),
+                (f"wi_{branch}_bias", "gate_up_proj_bias"),
+            ):
+                np.testing.assert_array_equal(
+                    here[name], stored[f"{block}experts.{key}"][..., branch::2]
+                )
+        np.testing.assert_array_equal(here["wo"], stored[f"{block}experts.down_proj"])
+        np.testing.assert_array_equal(here["gate.kernel"].T, stored[f"{block}router.weight"])
+        np.testing.assert_array_equal(here["gate.bias"], stored[f"{block}router.bias"])
+    back = from_layout(theirs, config, "maxtext", layers=layers)
+    for a, b in zip(mine, back if layers else [back], strict=True):
+        assert set(a) == set(b)
+        for key, value in a.items():
+            np.testing.assert_array_equal(b[key], value)
+
+
+def test_maxtext_has_one_bias_for_a_router():
+    both = dataclasses.replace(config_for("maxtext"), use_bias=False)
+    router = dataclasses.replace(both.router, logit_bias=True)
+    both = dataclasses.replace(both, router=router)
+    with pytest.raises(CheckpointError, match=r"tensor 'gate\.bias': .* two parameters"):
+        to_layout(random(both), both, "maxtext")
+    theirs = to_layout(random(config_for("maxtext")), config_for("maxtext"), "maxtext")
+    with pytest.raises(CheckpointError, match=r"tensor 'gate\.bias': .* two parameters"):
+        from_layout(theirs, both, "maxtext")
 
 
 def test_jax_arrays_stay_jax_arrays():

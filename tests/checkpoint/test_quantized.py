@@ -153,7 +153,7 @@ def test_nvfp4_of_modelopt_multiplies(kind):
         np.repeat(second, 4, 1) if kind == "halves" else second.reshape(-1, 1), (3, 8)
     )
     tensors = {"e.gate_up_proj": bytes_, "e.gate_up_proj_scale": scale}
-    tensors |= {"e.gate_up_proj_scale_2": second, "e.gate_up_proj_input_scale": np.ones(1)}
+    tensors |= {"e.gate_up_proj_scale_2": second, "e.gate_up_proj_input_scale": np.ones(())}
     logical = Logical(
         tensors, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     )
@@ -287,6 +287,60 @@ def test_mxfp4_gpt_oss_has_the_other_orientation_and_is_kept():
     np.testing.assert_array_equal(
         kept["experts.wi"].astype(np.float32) * kept["experts.wi_scale"], parameters["experts.wi"]
     )
+
+
+@pytest.mark.parametrize("name", ["llama4-plain", "llama4-square"])
+def test_llama4_in_fp8_as_fbgemm_stores_it(name):
+    """[E, D, 2F] and [E, F, D] with scales an output channel; square ones are no easier."""
+    tensors, config = fixture(name)
+    found, exact = {}, {}
+    for key, value in tensors.items():
+        found[key] = value
+        if ".experts." not in key:
+            continue
+        down = key.endswith("down_proj")
+        scale = rng.uniform(0.01, 0.02, (value.shape[0], 1, value.shape[2])).astype(np.float32)
+        found[key] = (value / scale).astype(F8)
+        found[key + "_scale"] = scale.swapaxes(1, 2) if down else scale
+        exact[key] = found[key].astype(np.float32) * scale
+    config = {**config, "quantization_config": {"quant_method": "fbgemm_fp8"}}
+    source = Source(Logical(found, config), config)
+    block = "model.layers.1.feed_forward.experts."
+    wi = read(source.parameters(1)["experts.wi"])
+    np.testing.assert_array_equal(
+        np.concatenate([wi[:, 0], wi[:, 1]], -1), exact[block + "gate_up_proj"]
+    )
+    np.testing.assert_array_equal(
+        read(source.parameters(1)["experts.wo"]), exact[block + "down_proj"]
+    )
+    kept = keep_parameters(source.layers[1].bindings, source.tensors)
+    wo = kept["experts.wo"].astype(np.float32) * kept["experts.wo_scale"]
+    np.testing.assert_array_equal(wo, exact[block + "down_proj"])
+
+
+def test_llama4_in_fp8_by_channel_and_expert():
+    """As compressed-tensors stores it: a Linear an expert, [out, in], with [out, 1] scales."""
+    tensors, config = fixture("llama4-square")
+    block = "model.layers.1.feed_forward.experts."
+    fused, down = tensors[block + "gate_up_proj"], tensors[block + "down_proj"]
+    found = {k: v for k, v in tensors.items() if not k.startswith(block)}
+    exact = {}
+    width = fused.shape[2] // 2
+    for e in range(len(down)):
+        halves = {"gate_proj": fused[e, :, :width], "up_proj": fused[e, :, width:]}
+        for key, value in {**halves, "down_proj": down[e]}.items():
+            scale = rng.uniform(0.01, 0.02, (value.shape[1], 1)).astype(np.float32)
+            found[f"{block}{e}.{key}.weight"] = q = (value.T / scale).astype(F8)
+            found[f"{block}{e}.{key}.weight_scale"] = scale
+            exact[e, key] = (q.astype(np.float32) * scale).T
+    config = {**config, "quantization_config": CHANNEL}
+    source = Source(Logical(found, config), config)
+    assert source.layers[1].form.name == "per_expert"
+    wi, wo = (read(source.parameters(1)[f"experts.{n}"]) for n in ("wi", "wo"))
+    for e in range(len(down)):
+        np.testing.assert_array_equal(wi[e, 0], exact[e, "gate_proj"])
+        np.testing.assert_array_equal(wi[e, 1], exact[e, "up_proj"])
+        np.testing.assert_array_equal(wo[e], exact[e, "down_proj"])
 
 
 def test_blocks_across_gate_and_up_cannot_be_kept():

@@ -51,6 +51,9 @@ CASES = {
     "float16": Case((20, 0, 31), 60, k=64, dtype="float16", branches="shared"),
     "float32 to bfloat16": Case((20, 0, 31), 60, k=64, out_dtype="bfloat16"),
     "sizes of int8 past 127 in all": Case((100, 100), 210, sizes_dtype="int8"),
+    "257 x 451": Case((20, 0, 31), 60, k=257, n=451, dtype="bfloat16"),
+    "264 x 264": Case((20, 0, 31), 60, k=264, n=264, dtype="bfloat16", transpose=True),
+    "512 groups": Case((0, 2, 0, 1) * 128, 400, k=8, n=12),
     "sizes of uint32": Case((7, 2), 10, sizes_dtype="uint32"),
 }
 
@@ -74,12 +77,13 @@ def expected(lhs, rhs, grad, sizes, transpose: bool):
     both = "mjn" if grad.ndim == 3 else "mn"
     matrices = np.swapaxes(rhs, -1, -2) if transpose else rhs
     out, lhs_grad, rhs_grad = np.zeros_like(grad), np.zeros_like(lhs), np.zeros_like(matrices)
+    einsum = functools.partial(np.einsum, optimize=True)  # by BLAS
     start = 0
     for group, size in enumerate(sizes):
         at = slice(start, start + size)
-        out[at] = np.einsum(f"{left},{right}->{both}", lhs[at], matrices[group])
-        lhs_grad[at] = np.einsum(f"{both},{right}->{left}", grad[at], matrices[group])
-        rhs_grad[group] = np.einsum(f"{left},{both}->{right}", lhs[at], grad[at])
+        out[at] = einsum(f"{left},{right}->{both}", lhs[at], matrices[group])
+        lhs_grad[at] = einsum(f"{both},{right}->{left}", grad[at], matrices[group])
+        rhs_grad[group] = einsum(f"{left},{both}->{right}", lhs[at], grad[at])
         start += size
     return out, lhs_grad, np.swapaxes(rhs_grad, -1, -2) if transpose else rhs_grad
 
@@ -156,6 +160,16 @@ class GroupedMatmulBase:
             assert not out[sum(sizes) :].any(), sizes
             assert not lhs_grad[sum(sizes) :].any(), sizes
             assert not rhs_grad[np.asarray(sizes) == 0].any(), sizes
+
+    @pytest.mark.parametrize("k", [100, 256, 257])
+    def test_identity_matrices_copy_every_bit(self, k):
+        rng = np.random.default_rng(0)
+        lhs = jnp.asarray(rng.normal(size=(60, k)), jnp.bfloat16)
+        sizes = jnp.array([20, 0, 31])
+        eye = jnp.broadcast_to(jnp.eye(k, dtype=jnp.bfloat16), (3, k, k))
+        out = np.asarray(self.product(lhs.at[51:].set(jnp.nan), eye, sizes), np.float32)
+        np.testing.assert_array_equal(out[:51], np.asarray(lhs, np.float32)[:51])
+        assert not out[51:].any()
 
     def test_a_nan_row_spoils_itself_only(self):
         lhs, rhs, _ = operands(CASES["plain"])

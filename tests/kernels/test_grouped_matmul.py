@@ -12,6 +12,7 @@ from grouped_matmul_base import (
     operands,
     product_and_gradients,
 )
+from grouped_matmul_grids import PublishedGrids
 
 from moe_flax.kernels.grouped_matmul import grouped_matmul
 
@@ -20,7 +21,7 @@ class TestReference(GroupedMatmulBase):
     backend = "reference"
 
 
-class TestCpu(GroupedMatmulBase):
+class TestCpu(GroupedMatmulBase, PublishedGrids):
     backend = "cpu"
 
 

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_grids import PublishedLayers
 from grouped_matmul_base import GroupedMatmulBase, distance
+from grouped_matmul_grids import PublishedGrids
 
 import moe_flax
 from moe_flax.experts import expert_ffn, expert_ffn_reference
@@ -31,8 +33,9 @@ CASES = {
 TOLERANCE = {"bfloat16": 1.2e-2, "float16": 2e-3, "float32": 1e-5}
 
 
-class TestTriton(GroupedMatmulBase):
+class TestTriton(GroupedMatmulBase, PublishedGrids):
     backend = "triton"
+    full_size = True
 
     @pytest.fixture(autouse=True)
     def full_precision(self):
@@ -44,6 +47,11 @@ class TestTriton(GroupedMatmulBase):
         if jax.device_count() < 8:
             pytest.skip("the base's mesh has 8 devices")
         super().test_shard_map()
+
+
+class TestTritonLayers(PublishedLayers):
+    backend = "triton"
+    full_size = True
 
 
 def operands(case, seed=0):

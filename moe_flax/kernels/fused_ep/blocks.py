@@ -6,8 +6,9 @@ import typing as tp
 import jax
 import jax.numpy as jnp
 
-from moe_flax.kernels.fused_ep.kernel import FFN, vmem_shapes
+from moe_flax.kernels.fused_ep.ffn import FFN
 from moe_flax.kernels.fused_ep.rows import LANES, round_up
+from moe_flax.kernels.fused_ep.scratch import vmem_shapes
 
 MIB = 2**20
 RESERVED = 6 * MIB  # the compiler's own: spills, the arguments of scalar memory, semaphores
@@ -154,27 +155,26 @@ def choose_blocks(
     heights = [given.rows] if given.rows else [r for r in ROWS if r <= max(wanted, 32)]
     hidden = [given.hidden] if given.hidden else _multiples(ffn.hidden, divides=False)
     features = [given.features] if given.features else _multiples(ffn.words, divides=True)
-    smallest = None
+    tried = []
     for rows in heights:
         fits = []
         for hidden_block in hidden:
             for feature_block in features:
-                tried = dataclasses.replace(
+                sized = dataclasses.replace(
                     ffn, rows=rows, hidden_block=hidden_block, feature_block=feature_block
                 )
-                size = vmem_bytes(tried)
-                if smallest is None or size < smallest[0]:
-                    smallest = size, tried
+                size = vmem_bytes(sized)
+                tried.append((size, sized))
                 if size <= budget:
-                    fits.append(tried)
+                    fits.append(sized)
         if fits:
             best = max(fits, key=_block_score)
             return best, _receive_rows(best, given, max_received, receive_bytes)
-    size, tried = smallest
-    parts = ", ".join(f"{name} {part / MIB:.1f}" for name, part in vmem_table(tried).items())
+    size, least = min(tried, key=lambda each: each[0])
+    parts = ", ".join(f"{name} {part / MIB:.1f}" for name, part in vmem_table(least).items())
     raise ValueError(
         f"fused_ep_moe does not fit VMEM of {chip}: {size / MIB:.1f} MiB at the smallest blocks"
-        f" tried (rows {tried.rows}, hidden {tried.hidden_block}, features {tried.feature_block})"
+        f" tried (rows {least.rows}, hidden {least.hidden_block}, features {least.feature_block})"
         f" of {budget / MIB:.0f} MiB: {parts} MiB; D={ffn.features}, F={ffn.hidden},"
         f" weights {ffn.weight_dtype}. Shard F over a tensor axis, or give smaller block_sizes"
     )

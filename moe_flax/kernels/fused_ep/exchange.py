@@ -1,4 +1,4 @@
-"""The exchange inside a kernel: barrier, sends, returns and their waits; and kernels of it alone.
+"""The exchange inside a kernel: barriers, sends, returns and their waits.
 
 Every kind of transfer has a semaphore of its own, so that no wait can be met by another's bytes.
 A wait names a number of rows: its descriptor covers that many rows of a buffer of the same width.
@@ -38,9 +38,9 @@ class Exchange:
         """Devices that send rows here, this one among them: P."""
         return math.prod(self.sizes)
 
-    def device_id(self, index) -> dict[str, tp.Any]:
+    def device_id(self, index) -> dict[str | tuple[str, ...], tp.Any]:
         """The mesh coordinates of device ``index``; axes not named are the sender's own."""
-        coordinates = {}
+        coordinates: dict[str | tuple[str, ...], tp.Any] = {}
         for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
             coordinates[axis] = jax.lax.rem(index, size)
             index = jax.lax.div(index, size)
@@ -70,6 +70,12 @@ def semaphores(exchange: Exchange) -> Semaphores:
     """The scratch that an exchange asks for."""
     dma = pltpu.SemaphoreType.DMA
     return Semaphores(dma, dma((exchange.arrival_groups,)), dma, dma, pltpu.SemaphoreType.REGULAR)
+
+
+class Count(tp.Protocol):
+    """Adds to one of the counts that a kernel reports."""
+
+    def __call__(self, name: str, amount: tp.Any = 1, /) -> None: ...
 
 
 def no_count(name: str, amount=1) -> None:
@@ -107,7 +113,9 @@ def wait_rows(buffer, rows, semaphore) -> None:
         pltpu.make_async_copy(window, window, semaphore).wait()
 
 
-def send_all(exchange: Exchange, plan: ExchangePlan, rows, received, sems: Semaphores, count):
+def send_all(
+    exchange: Exchange, plan: ExchangePlan, rows, received, sems: Semaphores, count: Count
+) -> None:
     """Starts every send: local expert index first, so that all devices' first experts fill first.
 
     Destinations are rotated by the device's own index, so that no device is everyone's first.
@@ -157,8 +165,8 @@ def wait_arrivals(exchange: Exchange, plan: ExchangePlan, received, expert, sems
 
 
 def return_expert(
-    exchange: Exchange, plan: ExchangePlan, expert, results, home, sems: Semaphores, count
-):
+    exchange: Exchange, plan: ExchangePlan, expert, results, home, sems: Semaphores, count: Count
+) -> None:
     """Starts the way back of one local expert's rows, one block a source."""
     me = jax.lax.axis_index(exchange.axes)
     sources = exchange.sources
@@ -187,21 +195,15 @@ def return_expert(
     jax.lax.fori_loop(0, sources, give_back, 0)
 
 
-def _totals(plan: ExchangePlan):
-    return (plan.totals[index] for index in range(5))
-
-
 def drain_sends(plan: ExchangePlan, rows, sems: Semaphores) -> None:
     """Waits until this device's rows have left it."""
-    _, sent, _, _, _ = _totals(plan)
-    wait_rows(rows, sent, sems.sent)
+    wait_rows(rows, plan.sent_rows, sems.sent)
 
 
 def drain_returns(plan: ExchangePlan, results, home, sems: Semaphores) -> None:
     """Waits until results have left this device and its own rows are home."""
-    _, _, returned, come_home, _ = _totals(plan)
-    wait_rows(results, returned, sems.returned)
-    wait_rows(home, come_home, sems.home)
+    wait_rows(results, plan.returned_rows, sems.returned)
+    wait_rows(home, plan.home_rows, sems.home)
 
 
 def like(array: jax.Array, shape: tuple[int, ...], dtype=None) -> jax.ShapeDtypeStruct:
@@ -222,65 +224,3 @@ def compiler_params(exchange: Exchange, vmem_limit_bytes: int | None = None):
         has_side_effects=True,
         vmem_limit_bytes=vmem_limit_bytes,
     )
-
-
-def dispatch(exchange: Exchange, plan: ExchangePlan, rows, capacity: int, *, interpret):
-    """Rows to their experts and nothing else: [N, 1, words] to [capacity, 1, words].
-
-    Rows of the result past the plan's ``sum(expert_rows)`` hold whatever memory held.
-    """
-
-    def kernel(plan, rows, received, sems):
-        enter(exchange)
-        send_all(exchange, plan, rows, received, sems, no_count)
-
-        def wait(group, carry):
-            wait_arrivals(exchange, plan, received, group * exchange.arrival_group, sems)
-            return carry
-
-        jax.lax.fori_loop(0, exchange.arrival_groups, wait, 0)
-        drain_sends(plan, rows, sems)
-        leave(exchange, sems)
-
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    return pl.pallas_call(
-        kernel,
-        out_shape=like(rows, (capacity, *rows.shape[1:])),
-        in_specs=[plan_specs(), hbm],
-        out_specs=hbm,
-        scratch_shapes=[semaphores(exchange)],
-        compiler_params=compiler_params(exchange),
-        interpret=interpret,
-        name="moe_dispatch",
-    )(plan, rows)
-
-
-def give_back(exchange: Exchange, plan: ExchangePlan, results, home, *, interpret):
-    """Rows back to their owners: the inverse of ``dispatch``, over ``home`` [N, 1, words].
-
-    Rows of ``home`` that no expert of this pass holds keep their values.
-    """
-
-    def kernel(plan, results, _, home, sems):
-        enter(exchange)
-
-        def start(expert, carry):
-            return_expert(exchange, plan, expert, results, home, sems, no_count)
-            return carry
-
-        jax.lax.fori_loop(0, exchange.local_experts, start, 0)
-        drain_returns(plan, results, home, sems)
-        leave(exchange, sems)
-
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    return pl.pallas_call(
-        kernel,
-        out_shape=like(home, home.shape),
-        in_specs=[plan_specs(), hbm, hbm],
-        out_specs=hbm,
-        scratch_shapes=[semaphores(exchange)],
-        input_output_aliases={len(ExchangePlan._fields) + 1: 0},
-        compiler_params=compiler_params(exchange),
-        interpret=interpret,
-        name="moe_give_back",
-    )(plan, results, home)

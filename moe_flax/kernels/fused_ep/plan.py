@@ -16,6 +16,8 @@ from jaxtyping import Array, Int
 class ExchangePlan(tp.NamedTuple):
     """One device's copies in one pass; all int32, rows counted from the start of each buffer.
 
+    Arrays outside a kernel, refs to scalar memory inside.
+
     Attributes:
       send_rows: [E] rows that this device sends to each expert.
       send_from: [E] their place among its own sorted rows.
@@ -30,16 +32,36 @@ class ExchangePlan(tp.NamedTuple):
         other devices, rows that come home, row tiles.
     """
 
-    send_rows: jax.Array
-    send_from: jax.Array
-    send_to: jax.Array
-    return_rows: jax.Array
-    return_from: jax.Array
-    return_to: jax.Array
-    expert_rows: jax.Array
-    expert_start: jax.Array
-    next_expert: jax.Array
-    totals: jax.Array
+    send_rows: tp.Any
+    send_from: tp.Any
+    send_to: tp.Any
+    return_rows: tp.Any
+    return_from: tp.Any
+    return_to: tp.Any
+    expert_rows: tp.Any
+    expert_start: tp.Any
+    next_expert: tp.Any
+    totals: tp.Any
+
+    @property
+    def first_expert(self):
+        return self.totals[0]
+
+    @property
+    def sent_rows(self):
+        return self.totals[1]
+
+    @property
+    def returned_rows(self):
+        return self.totals[2]
+
+    @property
+    def home_rows(self):
+        return self.totals[3]
+
+    @property
+    def tiles(self):
+        return self.totals[4]
 
 
 def exclusive_cumsum(x: jax.Array, axis: int) -> jax.Array:

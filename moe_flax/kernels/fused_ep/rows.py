@@ -6,11 +6,14 @@ row of D features becomes words that hold feature j in their low half and featur
 high half, D' being half of D rounded up to whole lanes.
 """
 
+import typing as tp
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 LANES = 128
+Ref: tp.TypeAlias = tp.Any  # of a Pallas kernel; its kinds share no public type
 
 
 def round_up(value: int, multiple: int) -> int:

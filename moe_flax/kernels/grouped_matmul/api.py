@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_flax.kernels.backend import resolve_backend
+from moe_flax.kernels.batching import one_by_one
 from moe_flax.varying import align_varying
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -188,7 +189,7 @@ def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
                 lhs, rhs, group_sizes, call.transpose_rhs, call.out_dtype
             )
 
-    return _one_by_one(run)(lhs, rhs, group_sizes)
+    return one_by_one(run)(lhs, rhs, group_sizes)
 
 
 def _product_forward(call, lhs, rhs, group_sizes):
@@ -219,7 +220,7 @@ def _contraction(call: _Call, lhs: jax.Array, grad: jax.Array, group_sizes: jax.
                 lhs, grad, group_sizes, call.out_dtype
             )
 
-    return _one_by_one(run)(lhs, grad, group_sizes)
+    return one_by_one(run)(lhs, grad, group_sizes)
 
 
 def _contraction_forward(call, lhs, grad, group_sizes):
@@ -238,18 +239,3 @@ def _contraction_backward(call, residuals, matrices):
 
 
 _contraction.defvjp(_contraction_forward, _contraction_backward)
-
-
-def _one_by_one(function: tp.Callable[..., jax.Array]) -> tp.Callable[..., jax.Array]:
-    """Has ``jax.vmap`` map a function over its batch, so that backends need no batching rule."""
-    batchable = jax.custom_batching.custom_vmap(function)
-
-    @batchable.def_vmap
-    def _(size, batched, *operands):
-        def one(index):
-            picked = [x[index] if b else x for x, b in zip(operands, batched, strict=True)]
-            return batchable(*picked)
-
-        return jax.lax.map(one, jnp.arange(size)), True
-
-    return batchable

@@ -99,6 +99,12 @@ def relative_error(out, ref):
     return np.linalg.norm(out - ref) / max(np.linalg.norm(ref), 1e-30)
 
 
+def shrinkage(out, ref):
+    """How much smaller than the reference the output is on the whole, relative to it."""
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    return np.sum((ref - out) * ref) / max(np.sum(ref * ref), 1e-30)
+
+
 @functools.lru_cache(maxsize=2)
 def compiled(mesh, mode, blocks, activation, traffic):
     def run(tokens, wi, wo, ids, weights, extra):
@@ -155,4 +161,6 @@ def check(
     assert out.shape == ref.shape
     error = relative_error(out, ref)
     assert error <= (tolerance or TOLERANCE[case.dtype]), error
+    if case.dtype == "bfloat16" and out.size >= 2048:
+        assert abs(shrinkage(out, ref)) < 6e-4  # to nearest; cutting off shrinks by 1.4e-3
     return out

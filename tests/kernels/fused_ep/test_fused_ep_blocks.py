@@ -17,7 +17,7 @@ from moe_flax.kernels.fused_ep.blocks import (
     vmem_table,
 )
 from moe_flax.kernels.fused_ep.cost import Layer, choose_method, predict_fused
-from moe_flax.kernels.fused_ep.kernel import FFN
+from moe_flax.kernels.fused_ep.ffn import FFN
 from moe_flax.routing import Routing
 
 MODELS = {  # E, K, D, F

@@ -9,8 +9,6 @@ from fused_ep_case import SMALL, Case, interpreter, make_mesh, relative_error
 from moe_flax.kernels.fused_ep import BlockSizes, fused_ep_moe, fused_ep_moe_reference
 from moe_flax.routing import Routing
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def no_races(capfd):
@@ -48,7 +46,13 @@ def gradients(case, mesh, ids, blocks=SMALL, remat=False):
     return out, ref
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", marks=pytest.mark.interpret),
+    ],
+)
 def test_every_operand(dtype):
     case = Case(tokens=32, experts=8, dtype=dtype)
     ids = case.routings(4)["half_dropped"]
@@ -59,6 +63,7 @@ def test_every_operand(dtype):
         )
 
 
+@pytest.mark.slow
 def test_in_passes_with_a_tensor_axis_under_remat():
     case = Case(tokens=24, experts=4, k=2, features=100, hidden=128, dtype="float32")
     blocks = BlockSizes(rows=16, hidden=128, features=128, receive_rows=10)
@@ -68,6 +73,7 @@ def test_in_passes_with_a_tensor_axis_under_remat():
         assert relative_error(out[name], ref[name]) <= 1e-5, name
 
 
+@pytest.mark.slow
 def test_an_expert_without_rows_has_no_gradient():
     case = Case(tokens=16, experts=4, k=1, dtype="float32")
     out, _ = gradients(case, make_mesh(expert=2), np.full((16, 1), 3))

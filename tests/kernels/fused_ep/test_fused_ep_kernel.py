@@ -26,7 +26,7 @@ def test_four_devices_any_load():
             assert not np.any(np.asarray(out, np.float32))
 
 
-@pytest.mark.slow
+@pytest.mark.interpret
 def test_uneven_sizes_in_passes_on_an_explicit_mesh():
     """D and F of no whole lanes, F split over a tensor axis, several passes, eager copies."""
     case = Case(tokens=37, experts=4, k=3, features=100, hidden=264, dtype="float32")
@@ -37,10 +37,21 @@ def test_uneven_sizes_in_passes_on_an_explicit_mesh():
         check(case, mesh, ids, mode="eager", blocks=blocks, extra=case.biases())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("devices", "experts"), [(1, 4), (2, 16), (4, 12), (8, 8)])
+SHORT = {(1, 4, "float32", "eager"), (2, 16, "bfloat16", "eager"), (4, 12, "float32", "on_wait")}
+
+
+@pytest.mark.parametrize(
+    ("devices", "experts", "dtype", "mode"),
+    [
+        pytest.param(*values, marks=pytest.mark.interpret if values in SHORT else pytest.mark.slow)
+        for values in (
+            (*sizes, dtype, mode)
+            for sizes in ((1, 4), (2, 16), (4, 12), (8, 8))
+            for dtype in ("float32", "bfloat16")
+            for mode in ("eager", "on_wait")
+        )
+    ],
+)
 def test_devices_and_modes(devices, experts, dtype, mode):
     """1 to 8 local experts; several row tiles an expert."""
     case = Case(tokens=71, experts=experts, k=2, features=256, hidden=384, dtype=dtype)
@@ -67,6 +78,23 @@ def test_sizes_that_are_multiples_of_nothing(features, hidden, blocks, dtype):
         blocks = BlockSizes(rows=blocks.rows, hidden=blocks.hidden)
     case = Case(tokens=29, experts=4, k=2, features=features, hidden=hidden, dtype=dtype)
     check(case, make_mesh(expert=2), case.routings(2)["random"], blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", marks=pytest.mark.interpret),
+    ],
+)
+def test_tiles_of_every_height(dtype):
+    """A tall tile before a low one and after it: each has code of its own, packing included."""
+    loads = [5, 70, 20, 64, 3, 33]  # tiles of 64 and 32 rows: 5, 64 + 6, 20, 64, 3, 33
+    case = Case(tokens=sum(loads) + 1, experts=6, k=1, features=128, hidden=128, dtype=dtype)
+    ids = np.append(np.repeat(np.arange(6), loads), 6)[:, None]
+    ids = np.random.default_rng(0).permutation(ids)
+    blocks = BlockSizes(rows=64, hidden=128, features=128)
+    check(case, make_mesh(expert=2), ids, blocks=blocks)
 
 
 @pytest.mark.slow
@@ -116,8 +144,13 @@ def test_experts_over_two_axes_and_number_that_does_not_divide():
     assert relative_error(out, fused_ep_moe_reference(*wide, routing)) < 8e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("eager", marks=pytest.mark.slow),
+        pytest.param("on_wait", marks=pytest.mark.interpret),
+    ],
+)
 def test_two_layers_in_one_jit(mode):
     """The second layer's barrier is not met by the first one's signals (B8)."""
     case = Case(tokens=32, experts=8)
@@ -169,7 +202,7 @@ def test_a_nan_token_stays_alone():
     np.testing.assert_array_equal(spoilt[others], clean[others])
 
 
-@pytest.mark.slow
+@pytest.mark.interpret
 def test_weights_on_the_input():
     case = Case(tokens=32, experts=8, k=1, dtype="float32")
     inputs = case.inputs()

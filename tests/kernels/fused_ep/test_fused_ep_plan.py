@@ -63,14 +63,13 @@ def test_every_row_goes_and_returns_once(sources, local, capacity, tile, seed):
                         assert home[s][place] == -1
                         home[s][place] = expert
             assert (received[device, start:, 0] == -1).all()
-            first, sent, returned, come_home, tiles = plan.totals
             busy = [i for i in range(local) if plan.expert_rows[i]]
-            assert first == (busy[0] if busy else local)
+            assert plan.first_expert == (busy[0] if busy else local)
             own = slice(device * local, (device + 1) * local)
-            assert sent == plan.send_rows.sum() - plan.send_rows[own].sum()
+            assert plan.sent_rows == plan.send_rows.sum() - plan.send_rows[own].sum()
             to_self = plan.return_rows.reshape(local, sources)[:, device].sum()
-            assert returned == plan.expert_rows.sum() - to_self
-            assert come_home == plan.send_rows.sum()
-            assert tiles == sum(-(-n // tile) for n in plan.expert_rows)
+            assert plan.returned_rows == plan.expert_rows.sum() - to_self
+            assert plan.home_rows == plan.send_rows.sum()
+            assert plan.tiles == sum(-(-n // tile) for n in plan.expert_rows)
     for mine, expected in zip(home, rows, strict=True):
         np.testing.assert_array_equal(mine, expected)

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import pytest
 from fused_ep_case import SMALL, Case, check, make_mesh
 
-from moe_flax.kernels.fused_ep.local import scale_window
+from moe_flax.kernels.fused_ep.call import scale_window
 
 BLOCK = "block"
+SHORT = [("float8_e4m3fn", (BLOCK, BLOCK)), ("int8", (None, 128))]
 
 
 def quantize(weight, dtype, window, columns):
@@ -37,9 +38,19 @@ def quantized_case(case, dtype, windows):
     return inputs, extra
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("windows", [(None, None), (128, 64), (BLOCK, BLOCK), (None, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "windows"),
+    [
+        pytest.param(
+            dtype,
+            windows,
+            id=f"{dtype}-{windows}",
+            marks=pytest.mark.interpret if (dtype, windows) in SHORT else pytest.mark.slow,
+        )
+        for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")
+        for windows in ((None, None), (128, 64), (BLOCK, BLOCK), (None, 128))
+    ],
+)
 def test_windows_channels_and_blocks(dtype, windows):
     case = Case(tokens=24, experts=4, features=256, hidden=384)
     inputs, extra = quantized_case(case, dtype, windows)

@@ -8,7 +8,7 @@ from fused_ep_case import SMALL, Case, compiled, make_mesh
 from moe_flax.kernels.fused_ep.kernel import STATS
 
 
-@pytest.mark.slow
+@pytest.mark.interpret
 def test_weights_once_a_tile_and_one_copy_a_block():
     case = Case(tokens=64, experts=16, k=2, features=256, hidden=384)
     devices, local, tile = 4, 4, SMALL.rows

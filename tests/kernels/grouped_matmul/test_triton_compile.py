@@ -10,6 +10,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("jax_triton")
@@ -30,16 +32,52 @@ def test_kernels_compile_within_the_chips_limits(capability, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(table.read_text())
-    products = [r for r in rows if r["kernel"] in ("product_kernel", "contraction_kernel")]
+    products = [r for r in rows if "product_kernel" in r["kernel"] or "contr" in r["kernel"]]
     assert len(products) > 10
     for row in rows:
         assert row["shared"] <= LIMIT[capability], row
+        assert row["threads_launched"] == row["threads"], row
     for row in products:
         if row["case"] not in ("float32", "odd widths"):  # element-wise loads may spill there
             assert row["spills"] == 0, row
             assert not row["serialised"], row
+    specialised = {r["case"] for r in rows if r["kernel"] == "specialised_product_kernel"}
     if capability == 90:
         long = [r for r in products if r["case"] == "long groups"]
         assert all(r["wgmma"] and r["wgmma_in_flight"] and r["tma_loads"] for r in long)
+        assert specialised == {"long groups", "short hidden axis", "groups of about 64"}
+    else:
+        assert not specialised
     if capability == 80:
         assert all(r["mma"] and not r["tma_loads"] for r in products)
+
+
+@pytest.mark.triton
+def test_vmap_runs_the_kernels_in_a_loop():
+    """jax-triton itself refuses vmap."""
+    from moe_flax.activations import Activation
+    from moe_flax.kernels.grouped_matmul import api
+    from moe_flax.kernels.grouped_matmul.triton import ffn, launch
+
+    def layer(x, wi, wo, ids, weights):
+        call = ffn.make_call(Activation(), x, wi, ids)
+        return ffn.routed_ffn(call, x, wi, wo, None, None, ids, weights)
+
+    def product(x, wi, sizes):
+        return api._product(api._Call("triton", False, x.dtype, None), x, wi, sizes)
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    x, wi, wo = shaped(3, 20, 64), shaped(4, 2, 64, 32), shaped(4, 32, 64)
+    ids, weights = shaped(3, 20, 2, dtype=jnp.int32), shaped(3, 20, 2, dtype=jnp.float32)
+    calls = {
+        layer: ((x, wi, wo, ids, weights), (0, None, None, 0, 0)),
+        product: ((x, wi, shaped(3, 4, dtype=jnp.int32)), (0, None, 0)),
+    }
+    for function, (given, axes) in calls.items():
+        with launch.compile_for(90):
+            traced = jax.jit(jax.vmap(function, in_axes=axes)).trace(*given)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.while" in text
+        assert 1 < text.count("triton_kernel_call") < 6

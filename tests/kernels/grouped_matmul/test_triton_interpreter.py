@@ -14,7 +14,7 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", ["gated", "clamped", "no gate"])
+@pytest.mark.parametrize("case", ["gated", "clamped", "no gate", "batched"])
 def test_ffn_and_gradients(case):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[2])]),

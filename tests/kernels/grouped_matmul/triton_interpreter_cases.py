@@ -17,32 +17,34 @@ CASES = {
     "gated": (16, 4, 2, 24, 33, "silu", 2, True),
     "clamped": (12, 4, 3, 20, 40, "gpt_oss", 2, True),
     "no gate": (16, 4, 1, 24, 33, "relu2", 1, False),
+    "batched": (10, 4, 2, 24, 33, "silu", 2, True),
 }
+BATCH = 3  # of tokens and routings, the experts being the same
 
 
-def errors(case: tuple) -> list[float]:
-    """Relative errors of the output and every gradient."""
+def errors(case: tuple, batch: tuple[int, ...]) -> list[float]:
+    """Relative errors of the output and every gradient; with a batch, by `jax.vmap`."""
     tokens, experts, top_k, features, hidden, name, branches, biases = case
     keys = iter(jax.random.split(jax.random.key(0), 9))
 
     def normal(*shape):
         return jax.random.normal(next(keys), shape)
 
-    x, cotangent = normal(tokens, features), normal(tokens, features)
+    x, cotangent = normal(*batch, tokens, features), normal(*batch, tokens, features)
     wi = normal(experts, branches, features, hidden) / features**0.5
     wo = normal(experts, hidden, features) / hidden**0.5
     wi_bias = normal(experts, branches, hidden) if biases else None
     wo_bias = normal(experts, features) if biases else None
-    scores, ids = jax.lax.top_k(normal(tokens, experts), top_k)
-    ids = ids.at[0, 0].set(experts)
+    scores, ids = jax.lax.top_k(normal(*batch, tokens, experts), top_k)
+    ids = ids.at[..., 0, 0].set(experts)
     activation = resolve_activation(name)
 
-    def ours(x, wi, wo, wi_bias, wo_bias, weights):
+    def ours(x, wi, wo, wi_bias, wo_bias, weights, ids):
         with launch.compile_for(80):
             call = ffn.make_call(activation, x, wi, ids)
             return ffn.routed_ffn(call, x, wi, wo, wi_bias, wo_bias, ids, weights)
 
-    def wanted(x, wi, wo, wi_bias, wo_bias, weights):
+    def wanted(x, wi, wo, wi_bias, wo_bias, weights, ids):
         return expert_ffn_reference(
             x, wi, wo, moe_flax.Routing(ids, weights), activation=activation, wi_bias=wi_bias,
             wo_bias=wo_bias,
@@ -50,8 +52,11 @@ def errors(case: tuple) -> list[float]:
 
     leaves = []
     for function in (ours, wanted):
+        if batch:
+            function = jax.vmap(function, in_axes=(0, None, None, None, None, 0, 0))
         with launch.compile_for(80), jax.default_matmul_precision("highest"):
-            y, pull = jax.vjp(function, x, wi, wo, wi_bias, wo_bias, jax.nn.softmax(scores))
+            floats = (x, wi, wo, wi_bias, wo_bias, jax.nn.softmax(scores))
+            y, pull = jax.vjp(lambda *floats: function(*floats, ids), *floats)  # noqa: B023
             leaves.append(jax.tree.leaves((y, pull(cotangent))))
     return [
         float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(*leaves, strict=True)
@@ -60,4 +65,5 @@ def errors(case: tuple) -> list[float]:
 
 if __name__ == "__main__":
     launch.call = triton_interpreter.call
-    print(json.dumps(errors(CASES[sys.argv[1]])))
+    name = sys.argv[1]
+    print(json.dumps(errors(CASES[name], (BATCH,) if name == "batched" else ())))

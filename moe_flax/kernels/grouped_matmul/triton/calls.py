@@ -49,8 +49,6 @@ def product(
     gather: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: Activation | None = None,
-    lhs_scale: jax.Array | None = None,
-    rhs_scale: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
     """Runs one grouped product over sorted rows; rows without a tile in the plan stay unwritten.
@@ -64,7 +62,6 @@ def product(
       gather: [rows] int32, the row of lhs that each row reads.
       bias: [G, J, N].
       activation: fused behind the product.
-      lhs_scale, rhs_scale: float32 scales of quantised operands, [rows of lhs] and [G, J, N].
       precision: of float32 operands, as `dot_precision` returns it.
 
     Returns:
@@ -90,8 +87,8 @@ def product(
     )  # fmt: skip
     if tiles.specialised:
         return launch.call(
-            hopper.product_kernel, *_hopper_operands(lhs, flat, gather, transposed), bias, gather,
-            plan.table, out_type=out, grid=programs, num_warps=4,
+            hopper.specialised_product_kernel, *_hopper_operands(lhs, flat, gather, transposed),
+            bias, gather, plan.table, out_type=out, grid=programs, num_warps=4,
             name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows, STAGES=tiles.stages, **common,
         )  # fmt: skip
     block = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
@@ -101,9 +98,9 @@ def product(
         lhs_block = (tiles.rows, tiles.depth) if inner == 1 else (tiles.rows, 1, tiles.depth)
         lhs_descriptor = _descriptor(lhs, lhs_block)
     return launch.call(
-        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, bias, gather, lhs_scale,
-        rhs_scale, plan.table, out_type=out, grid=programs, num_warps=tiles.warps,
-        num_stages=tiles.stages, name=f"moe_product_{epilogue}",
+        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, bias, gather, plan.table,
+        out_type=out, grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
+        name=f"moe_product_{epilogue}",
         LHS_DESCRIPTOR=lhs_descriptor is not None, RHS_DESCRIPTOR=rhs_descriptor is not None,
         ROWS=rows, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, **common,
@@ -131,8 +128,6 @@ def contraction(
     *,
     tiles: configs.Tiles,
     out_dtype=None,
-    lhs_gather: jax.Array | None = None,
-    grad_gather: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
     """Runs `contraction_kernel`: [R, K] x [R, N] -> [G, K, N], or [G, J, K, N] with branches."""
@@ -145,18 +140,16 @@ def contraction(
     out = jax.ShapeDtypeStruct((groups, *tail), out_dtype or lhs.dtype)
     if 0 in (lhs.shape[0], grad.shape[0]):
         return jnp.zeros(out.shape, out.dtype)
-    lhs_tiles = grad_tiles = None
-    if lhs_gather is None and grad_gather is None:
-        rows = lhs.shape[0]
-        lhs_tiles = _descriptor(lhs.reshape(rows, -1), (tiles.rows, tiles.depth))
-        grad_tiles = _descriptor(grad.reshape(rows, -1), (tiles.rows, tiles.columns))
-        if lhs_tiles is None or grad_tiles is None:
-            lhs_tiles = grad_tiles = None
+    rows = lhs.shape[0]
+    lhs_tiles = _descriptor(lhs.reshape(rows, -1), (tiles.rows, tiles.depth))
+    grad_tiles = _descriptor(grad.reshape(rows, -1), (tiles.rows, tiles.columns))
+    if lhs_tiles is None or grad_tiles is None:
+        lhs_tiles = grad_tiles = None
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)
     return launch.call(
-        contraction_kernel, lhs, grad, lhs_tiles, grad_tiles, lhs_gather, grad_gather, plan.table,
-        out_type=out, grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
+        contraction_kernel, lhs, grad, lhs_tiles, grad_tiles, plan.table, out_type=out,
+        grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
         name="moe_contraction", K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches,
         GRAD_BRANCHES=grad_branches, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, SPAN=tiles.span, PROGRAMS=programs,
@@ -168,13 +161,12 @@ def group_sum(
     plan: Plan,
     out_dtype,
     *,
-    gather: jax.Array | None = None,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Sums each group's rows of [R, N] to [G, N], gathered by and multiplied with what is given."""
+    """Sums each group's rows of [R, N] to [G, N], multiplied with scale [R] where given."""
     n = values.shape[1]
     return launch.call(
-        group_sum_kernel, values, gather, scale, plan.table,
+        group_sum_kernel, values, scale, plan.table,
         out_type=jax.ShapeDtypeStruct((plan.num_groups, n), out_dtype),
         grid=(plan.num_groups, -(-n // 128)), num_warps=4, name="moe_group_sum",
         N=n, BLOCK_M=32, BLOCK_N=128,

@@ -12,10 +12,10 @@ from moe_flax.kernels.grouped_matmul.triton import launch
 
 @triton.jit
 def combine_kernel(
-    values_ptr, weights_ptr, slot_row_ptr, base_ptr, out_ptr,
+    values_ptr, weights_ptr, slot_row_ptr, out_ptr,
     TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = base[t] + sum_k weights[t, k] * values[slot_row[t, k]], k in order, no atomics."""
+    """out[t] = sum_k weights[t, k] * values[slot_row[t, k]], k in order, no atomics."""
     token = tl.program_id(0).to(tl.int64)
     ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = ds < D
@@ -27,8 +27,6 @@ def combine_kernel(
             weight = tl.load(weights_ptr + token * TOP_K + k)
             x = tl.where(row >= 0, x * weight, 0.0)
         acc += x
-    if base_ptr is not None:
-        acc += tl.load(base_ptr + token * D + ds, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * D + ds, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -48,13 +46,13 @@ def gather_kernel(
 
 
 def combine(
-    values: jax.Array, weights: jax.Array | None, slot_row: jax.Array, top_k: int, base=None
+    values: jax.Array, weights: jax.Array | None, slot_row: jax.Array, top_k: int
 ) -> jax.Array:
-    """Sums each token's rows of values [R, D], weighted by [T, K], onto base [T, D] or zero."""
+    """Sums each token's rows of values [R, D], weighted by [T, K] where given: [T, D]."""
     tokens, features = slot_row.size // top_k, values.shape[1]
     block = min(triton.next_power_of_2(features), 2048)
     return launch.call(
-        combine_kernel, values, weights, slot_row, base,
+        combine_kernel, values, weights, slot_row,
         out_type=jax.ShapeDtypeStruct((tokens, features), values.dtype),
         grid=(tokens, -(-features // block)), num_warps=4 if block <= 1024 else 8,
         name="moe_combine", TOP_K=top_k, D=features, BLOCK_D=block,

@@ -27,12 +27,6 @@ class Tiles:
     specialised: bool = False
 
 
-def shared_bytes(tiles: Tiles, itemsize: int, branches: int = 1) -> int:
-    """Shared memory that the pipeline's stages take."""
-    step = (tiles.rows + tiles.columns * branches) * tiles.depth * itemsize
-    return step * tiles.stages
-
-
 def rows_class(rows: int, groups: int) -> int:
     """The tile height that suits an average group: 16, 32, 64 or 128 rows."""
     average = rows / max(groups, 1)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def contraction_kernel(
-    lhs_ptr, grad_ptr, lhs_tiles, grad_tiles, lhs_rows_ptr, grad_rows_ptr, table_ptr, out_ptr,
+    lhs_ptr, grad_ptr, lhs_tiles, grad_tiles, table_ptr, out_ptr,
     K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, LHS_BRANCHES: tl.constexpr,
     GRAD_BRANCHES: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr,
@@ -17,9 +17,9 @@ def contraction_kernel(
 ):  # fmt: skip
     """lhs [R, K], grad [R, N] -> out [G, K, N]; BLOCK_M rows a step.
 
-    Either side may have branches ahead of its last axis, and then out has them, or rows to gather.
-    With tile descriptors full steps go by them, and only a group's last rows by masked loads. A
-    group without rows has no step and writes its zeros.
+    Either side may have branches ahead of its last axis, and then out has them. With tile
+    descriptors full steps go by them, and only a group's last rows by masked loads. A group without
+    rows has no step and writes its zeros.
     """
     BRANCHES: tl.constexpr = LHS_BRANCHES * GRAD_BRANCHES
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -52,14 +52,8 @@ def contraction_kernel(
         for row in range(masked, end, BLOCK_M):
             ms = row + tl.arange(0, BLOCK_M)
             live = ms < end
-            lhs_rows = ms
-            grad_rows = ms
-            if lhs_rows_ptr is not None:
-                lhs_rows = tl.load(lhs_rows_ptr + ms, mask=live, other=0)
-            if grad_rows_ptr is not None:
-                grad_rows = tl.load(grad_rows_ptr + ms, mask=live, other=0)
-            lhs_rows = lhs_rows.to(tl.int64) * LHS_BRANCHES + lhs_branch
-            grad_rows = grad_rows.to(tl.int64) * GRAD_BRANCHES + grad_branch
+            lhs_rows = ms.to(tl.int64) * LHS_BRANCHES + lhs_branch
+            grad_rows = ms.to(tl.int64) * GRAD_BRANCHES + grad_branch
             a = tl.load(
                 lhs_ptr + lhs_rows[:, None] * K + ks[None, :],
                 mask=live[:, None] & (ks < K)[None, :], other=0.0,
@@ -77,10 +71,10 @@ def contraction_kernel(
 
 @triton.jit
 def group_sum_kernel(
-    values_ptr, rows_ptr, scale_ptr, table_ptr, out_ptr,
+    values_ptr, scale_ptr, table_ptr, out_ptr,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums each group's rows of values [R, N] (gathered by rows, times scale) to out [G, N]."""
+    """Sums each group's rows of values [R, N], times scale [R] where given, to out [G, N]."""
     group = tl.program_id(0)
     ns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.load(table_ptr + 1 + group)
@@ -89,11 +83,8 @@ def group_sum_kernel(
     for row in range(begin, end, BLOCK_M):
         ms = row + tl.arange(0, BLOCK_M)
         live = ms < end
-        sources = ms
-        if rows_ptr is not None:
-            sources = tl.load(rows_ptr + ms, mask=live, other=0)
         x = tl.load(
-            values_ptr + sources.to(tl.int64)[:, None] * N + ns[None, :],
+            values_ptr + ms.to(tl.int64)[:, None] * N + ns[None, :],
             mask=live[:, None] & (ns < N)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         if scale_ptr is not None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_flax.activations import Activation
+from moe_flax.kernels.batching import one_by_one
 from moe_flax.kernels.grouped_matmul.triton import calls, configs, launch
 from moe_flax.kernels.grouped_matmul.triton.combine import combine, gather
 from moe_flax.kernels.grouped_matmul.triton.pointwise import activate_rows, activate_rows_grad
@@ -56,8 +57,8 @@ def make_call(activation: Activation, tokens, wi, ids, precision: str | None = N
 def routed_ffn(call: Call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     """y[t] = sum_k weights[t, k] * ffn of expert ids[t, k] on tokens[t], k in order, in float32.
 
-    The gradient keeps the tokens, the pre-activation and the sorted order, nothing else that is
-    as long as the rows.
+    The gradient keeps the tokens, the pre-activation and the sorted order, nothing else that is as
+    long as the rows. ``jax.vmap`` runs the batch one after another.
 
     Args:
       call: the fixed part.
@@ -70,6 +71,11 @@ def routed_ffn(call: Call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     Returns:
       [T, D] in the tokens' dtype.
     """
+    run = one_by_one(functools.partial(_infer, call))
+    return run(tokens, wi, wo, wi_bias, wo_bias, ids, weights)
+
+
+def _infer(call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     order = sort_by_expert(ids, weights, wi.shape[0], call.up.rows)
     index, rows = order.row_token, tokens
     if call.gather_first:
@@ -91,6 +97,12 @@ def _down(call, hidden, wo, wo_bias, order, weights):
 
 
 def _forward(call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
+    run = one_by_one(functools.partial(_train, call))
+    y, *kept = run(tokens, wi, wo, wi_bias, wo_bias, ids, weights)
+    return y, (tokens, wi, wo, wi_bias, wo_bias, ids, *kept)
+
+
+def _train(call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     order = sort_by_expert(ids, weights, wi.shape[0], call.up.rows)
     rows = gather(tokens, order.row_token)
     pre = calls.product(
@@ -99,11 +111,17 @@ def _forward(call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     hidden = activate_rows(pre, call.activation)
     y = _down(call, hidden, wo, wo_bias, order, weights)
     sort = (order.row_token, order.row_weight, order.slot_row, order.plan.table)
-    return y, (tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort)
+    return y, pre, sort
 
 
 def _backward(call, kept, grad):
-    tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort = kept
+    d_tokens, d_wi, d_wo, d_wi_bias, d_wo_bias, d_weights = one_by_one(
+        functools.partial(_gradients, call)
+    )(*kept, grad)
+    return d_tokens, d_wi, d_wo, d_wi_bias, d_wo_bias, None, d_weights
+
+
+def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
     row_token, row_weight, slot_row, table = sort
     rows, top_k = ids.shape[0] * ids.shape[1], ids.shape[1]
     experts = wi.shape[0]
@@ -153,7 +171,7 @@ def _backward(call, kept, grad):
         by_expert = jnp.einsum("td,ed->te", grad, wo_bias, preferred_element_type=jnp.float32)
         chosen = jnp.take_along_axis(by_expert, jnp.clip(ids, 0, experts - 1), 1)
         d_weights += jnp.where(placed.reshape(ids.shape), chosen, 0.0)
-    return d_tokens, d_wi, d_wo, d_wi_bias, d_wo_bias, None, d_weights
+    return d_tokens, d_wi, d_wo, d_wi_bias, d_wo_bias, d_weights
 
 
 routed_ffn.defvjp(_forward, _backward)

@@ -228,7 +228,7 @@ def _columns(ptr, n, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def product_kernel(
+def specialised_product_kernel(
     lhs, rhs, bias_ptr, rows_ptr, table_ptr, out_ptr,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,

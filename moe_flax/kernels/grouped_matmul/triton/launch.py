@@ -4,8 +4,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib.metadata
 import re
-import types
 import typing as tp
 
 import jax
@@ -15,6 +15,10 @@ from moe_flax.varying import varying
 _target: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "moe_flax_target", default=None
 )
+
+
+WARP_SPECIALISED = "specialised_product_kernel"  # in hopper.py
+_MISCOUNTING = ("0.4.1",)  # the releases of jax-triton that `_count_worker_warps` corrects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,28 +68,43 @@ def chip() -> Chip:
     return Chip(capability, _MULTIPROCESSORS.get(capability, 132))
 
 
+class _CountingLibrary:
+    """jax-triton's launcher library, with the warps of `WARP_SPECIALISED` counted from its PTX."""
+
+    def __init__(self, library: tp.Any):
+        self._library = library
+
+    def __getattr__(self, name: str) -> tp.Any:
+        return getattr(self._library, name)
+
+    def TritonKernel(self, name, num_warps, num_ctas, shared_bytes, ptx, *rest):
+        if name == WARP_SPECIALISED:
+            num_warps = int(re.findall(r"\.reqntid\s+(\d+)", ptx)[0]) // 32
+        return self._library.TritonKernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
+
+
 @functools.cache
 def _count_worker_warps() -> bool:
-    """Has jax-triton launch the warps that a warp-specialised kernel adds to ``num_warps``.
+    """Has jax-triton launch every warp of `WARP_SPECIALISED`; returns whether it will.
 
-    jax-triton 0.4.1 launches ``num_warps`` warps, too few for such a kernel; the PTX names the
-    right count. Returns whether this jax-triton could be corrected.
+    Such a kernel has partitions of warps beside the ``num_warps`` of its first one. Triton writes
+    the number of threads in all into the PTX, but jax-triton 0.4.1 takes a launch's threads from
+    ``num_warps``, so that the other partitions never start and the first waits for them for ever.
+    Its reference to the library that makes launches is replaced by one that puts this right for the
+    kernel of this one name. With another jax-triton nothing is touched, and the kernel not used.
     """
+    try:
+        version = importlib.metadata.version("jax-triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if version not in _MISCOUNTING:
+        return False
     import jax_triton.triton_lib as triton_lib
 
-    library: tp.Any = getattr(triton_lib, "triton_kernel_call_lib", None)
-    if not hasattr(library, "TritonKernel"):
+    library: tp.Any = triton_lib.triton_kernel_call_lib
+    if not hasattr(library, "TritonKernel"):  # no GPU plugin
         return False
-
-    def make_kernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest):
-        threads = re.search(r"\.reqntid\s+(\d+)", ptx)
-        if threads:
-            num_warps = int(threads.group(1)) // 32
-        return library.TritonKernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
-
-    names = {n: getattr(library, n) for n in dir(library) if not n.startswith("__")}
-    corrected = types.SimpleNamespace(**{**names, "TritonKernel": make_kernel})
-    triton_lib.triton_kernel_call_lib = corrected
+    triton_lib.triton_kernel_call_lib = _CountingLibrary(library)
     return True
 
 

@@ -3,7 +3,7 @@
 A program walks over output tiles; the plan (sorting.py) tells each tile's group and first row, so
 the grid never depends on how the rows are spread. Rows can be gathered on the way in (`rows`), the
 group's matrix is read as [K, N] or in place as its transpose, and the epilogue is "plain" (plus
-scales and bias) or "activate": both branches in one tile, through the activation.
+bias) or "activate": both branches in one tile, through the activation.
 """
 
 # Checkers take `import triton` for this package.
@@ -56,7 +56,7 @@ def _rhs_tile(rhs, matrix, k, n, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: t
 
 @triton.jit
 def product_kernel(
-    lhs, rhs, bias_ptr, rows_ptr, lhs_scale_ptr, rhs_scale_ptr, table_ptr, out_ptr,
+    lhs, rhs, bias_ptr, rows_ptr, table_ptr, out_ptr,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr, BRANCHES: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
     LHS_DESCRIPTOR: tl.constexpr, RHS_DESCRIPTOR: tl.constexpr, EPILOGUE: tl.constexpr,
@@ -126,16 +126,6 @@ def product_kernel(
                 acc2 = tl.dot(a, b2, acc2, input_precision=PRECISION)
         mask = live[:, None] & (ns < N)[None, :]
         wide = ms.to(tl.int64)[:, None]
-        if lhs_scale_ptr is not None:
-            s = tl.load(lhs_scale_ptr + (sources if rows_ptr is not None else ms),
-                        mask=live, other=0.0)  # fmt: skip
-            acc = acc * s[:, None]
-            acc2 = acc2 * s[:, None]
-        if rhs_scale_ptr is not None:
-            base = rhs_scale_ptr + (group * BRANCHES + branch) * N
-            acc = acc * tl.load(base + ns, mask=ns < N, other=0.0)[None, :]
-            if PAIR:
-                acc2 = acc2 * tl.load(base + N + ns, mask=ns < N, other=0.0)[None, :]
         if bias_ptr is not None:
             base = bias_ptr + (group * BRANCHES + branch) * N
             acc += tl.load(base + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]

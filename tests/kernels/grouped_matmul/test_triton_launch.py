@@ -1,0 +1,59 @@
+"""The correction of jax-triton's launches: of one kernel, in the release that needs it."""
+
+import importlib.metadata
+import sys
+import types
+
+import pytest
+
+from moe_flax.kernels.grouped_matmul.triton import launch
+
+
+@pytest.fixture
+def jax_triton(monkeypatch):
+    """A stand-in for jax-triton 0.4.1: what it launches is returned instead."""
+    library = types.SimpleNamespace(TritonKernel=lambda *arguments: arguments, other="other")
+    module = types.SimpleNamespace(triton_kernel_call_lib=library, library=library)
+    package = types.SimpleNamespace(triton_lib=module, version="0.4.1")
+    monkeypatch.setitem(sys.modules, "jax_triton", package)
+    monkeypatch.setitem(sys.modules, "jax_triton.triton_lib", module)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: package.version)
+    launch._count_worker_warps.cache_clear()
+    yield package
+    launch._count_worker_warps.cache_clear()
+
+
+def test_only_the_warp_specialised_kernel_is_corrected(jax_triton):
+    assert launch.Chip(90, 132).wgmma
+    library = jax_triton.triton_lib.triton_kernel_call_lib
+    assert library.other == "other"
+    ptx = ".visible .entry kernel()\n.reqntid 384\n"
+    made = library.TritonKernel(launch.WARP_SPECIALISED, 4, 1, 1000, ptx, "ttir", 90)
+    assert made == (launch.WARP_SPECIALISED, 12, 1, 1000, ptx, "ttir", 90)
+    made = library.TritonKernel("users_kernel", 4, 1, 1000, ptx, "ttir", 90)
+    assert made == ("users_kernel", 4, 1, 1000, ptx, "ttir", 90)
+
+
+def test_other_chips_touch_nothing(jax_triton):
+    assert not launch.Chip(80, 108).wgmma
+    assert not launch.Chip(100, 148).wgmma
+    assert jax_triton.triton_lib.triton_kernel_call_lib is jax_triton.triton_lib.library
+
+
+@pytest.mark.parametrize("version", ["0.4.0", "0.4.2", "0.5.0"])
+def test_other_releases_are_left_alone_and_go_without(jax_triton, version):
+    jax_triton.version = version
+    assert not launch.Chip(90, 132).wgmma
+    assert jax_triton.triton_lib.triton_kernel_call_lib is jax_triton.triton_lib.library
+
+
+def test_without_a_gpu_plugin_there_is_nothing_to_correct(jax_triton):
+    jax_triton.triton_lib.triton_kernel_call_lib = None
+    assert not launch.Chip(90, 132).wgmma
+
+
+def test_the_name_is_the_kernels(request):
+    source = (
+        request.path.parents[3] / "moe_flax/kernels/grouped_matmul/triton/hopper.py"
+    ).read_text()
+    assert f"def {launch.WARP_SPECIALISED}(" in source
