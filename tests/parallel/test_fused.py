@@ -56,6 +56,7 @@ def test_equals_one_device(sizes, kind, shape):
             assert_close(step(layer, x), results[routing])
 
 
+@pytest.mark.interpret
 def test_values_and_gradients_equal_all_gather():
     """Five tokens do not divide over four devices; an even load, and all tokens on one expert."""
     mesh, x = make_mesh(data=2, expert=2), inputs(5, 16)
