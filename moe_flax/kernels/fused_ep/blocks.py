@@ -105,7 +105,7 @@ def vmem_table(ffn: FFN) -> dict[str, int]:
 
 
 def vmem_bytes(ffn: FFN) -> int:
-    """Bytes of VMEM that a kernel is given."""
+    """Bytes of VMEM that the model foresees; the compiler may take the chip's whole."""
     return sum(vmem_table(ffn).values())
 
 
@@ -223,12 +223,3 @@ def _check_given(ffn: FFN, given: BlockSizes) -> None:
 def scratch_bytes(capacity: int, words: int) -> int:
     """HBM of a pass' receive buffer."""
     return 4 * capacity * words
-
-
-def device_kind(mesh: tp.Any) -> str | None:
-    """The kind of a mesh's devices; None of a mesh without devices."""
-    devices = getattr(mesh, "devices", None)
-    if isinstance(mesh, jax.sharding.Mesh) and devices is not None:
-        return devices.flat[0].device_kind
-    abstract = getattr(mesh, "abstract_device", None)
-    return None if abstract is None else abstract.device_kind

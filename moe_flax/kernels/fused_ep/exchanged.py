@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_flax.kernels.fused_ep import transfer
-from moe_flax.kernels.fused_ep.blocks import vmem_bytes
+from moe_flax.kernels.fused_ep.blocks import CHIPS
 from moe_flax.kernels.fused_ep.call import (
     Call,
     Parameters,
@@ -51,7 +51,7 @@ def _forward(call: Call, rows, parameters: Parameters, counts):
             wo,
             capacity=sized.capacity,
             home=home,
-            vmem_limit_bytes=vmem_bytes(sized.ffn),
+            vmem_limit_bytes=CHIPS[call.chip].vmem_bytes,
             interpret=call.interpret,
             traffic=call.traffic,
         )
