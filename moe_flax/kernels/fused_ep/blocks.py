@@ -3,7 +3,6 @@
 import dataclasses
 import typing as tp
 
-import jax
 import jax.numpy as jnp
 
 from moe_flax.kernels.fused_ep.ffn import FFN
