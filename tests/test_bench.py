@@ -81,6 +81,7 @@ def test_rates_are_measured():
     assert 1e8 < rates.operations < 1e15
 
 
+@pytest.mark.slow
 def test_prints_writes_and_draws(quick, tmp_path, capsys):
     command = "bench --shape 4 2 16 24 --tokens 8 --repeats 2 --peers ragged_dot"
     files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]

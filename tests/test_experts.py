@@ -70,7 +70,7 @@ def check(arrays, ids, apply_to, tolerance=2e-6, **keywords):
         assert distance(actual[name], wanted[name]) < tolerance, name
 
 
-@pytest.mark.parametrize("apply_to", ["output", "input"])
+@pytest.mark.parametrize("apply_to", ["output", pytest.param("input", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("j", "activation", "bias"),
     [
@@ -119,7 +119,7 @@ def test_sizes(sizes):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
-@pytest.mark.parametrize("apply_to", ["output", "input"])
+@pytest.mark.parametrize("apply_to", [pytest.param("output", marks=pytest.mark.slow), "input"])
 def test_narrow_dtypes(dtype, tolerance, apply_to):
     arrays, ids, _ = layer(t=40, d=64, f=96, apply_to=apply_to)
     weights = arrays.pop("weights")

@@ -119,7 +119,7 @@ CONFIGS = st.builds(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(deadline=None, max_examples=30)
 @hypothesis.given(CONFIGS, st.data())
 def test_every_combination_equals_the_reference(config, data):
     selected = data.draw(st.integers(1, config.num_groups), label="selected groups")

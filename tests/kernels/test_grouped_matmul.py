@@ -17,6 +17,7 @@ from grouped_matmul_grids import PublishedGrids
 from moe_flax.kernels.grouped_matmul import grouped_matmul
 
 
+@pytest.mark.slow
 class TestReference(GroupedMatmulBase):
     backend = "reference"
 
@@ -25,6 +26,7 @@ class TestCpu(GroupedMatmulBase, PublishedGrids):
     backend = "cpu"
 
 
+@pytest.mark.slow
 class TestXla(GroupedMatmulBase):
     backend = "xla"
 

@@ -34,6 +34,9 @@ BIASES = {
 }
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 def make_mesh(sizes, kind):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
@@ -88,18 +91,19 @@ def assert_close(out, wanted, bound=1e-5):
 
 
 def cases():
-    """The default suite leaves out what differs least: the slower one has all."""
+    """The default suite has one of each mesh: the slower one has all."""
+    default = (
+        ("expert8", "all_to_all", AxisType.Auto),
+        ("data2-expert4", "all_to_all", AxisType.Explicit),
+        ("data2-expert2-tensor2", "all_gather", AxisType.Auto),
+        ("fsdp2-expert4", "none", AxisType.Auto),
+    )
     found = []
     for name in MESHES:
         for strategy in ("none", "all_gather", "all_to_all"):
             for kind in (AxisType.Auto, AxisType.Explicit):
                 for shape in ((2, 11, 16), (16, 16)):  # 22 tokens do not divide over 4 or 8
-                    extra = (kind == AxisType.Explicit) + (shape == (16, 16))
-                    if extra == 0:
-                        main = (strategy == "all_to_all") != (name == "data2-expert2-tensor2")
-                    else:
-                        main = kind == AxisType.Explicit and extra == 1
-                        main = main and strategy == "all_to_all" and name == "data2-expert4"
+                    main = len(shape) == 3 and (name, strategy, kind) in default
                     found.append(
                         pytest.param(
                             name,
@@ -153,12 +157,10 @@ def stored(state, split):
     ("kind", "x_spec", "split", "vma", "axis_names"),
     [
         (AxisType.Auto, P(("data", "expert")), True, True, None),
-        (AxisType.Explicit, P(("data", "expert")), True, True, None),
-        (AxisType.Auto, P("data"), True, True, None),
-        pytest.param(
-            AxisType.Auto, P(("data", "expert")), False, True, None, marks=pytest.mark.slow
-        ),
-        (AxisType.Auto, P(("data", "expert")), True, False, None),
+        slow(AxisType.Explicit, P(("data", "expert")), True, True, None),
+        slow(AxisType.Auto, P("data"), True, True, None),
+        slow(AxisType.Auto, P(("data", "expert")), False, True, None),
+        slow(AxisType.Auto, P(("data", "expert")), True, False, None),
         (AxisType.Explicit, P("data"), False, True, {"data"}),
     ],
     ids=["split", "explicit", "tokens whole", "weights whole", "no vma", "partly manual"],
@@ -185,7 +187,7 @@ def test_inside_a_callers_shard_map(kind, x_spec, split, vma, axis_names):
     assert_close((y, aux, grads), (want_y, want_aux, want_grads))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_mesh_of_the_layer_without_one_in_scope(kind):
     mesh = make_mesh({"expert": 4, "data": 2}, kind)
     layer, x = make_layer(mesh=mesh), inputs(5, 16)
@@ -197,9 +199,9 @@ def test_mesh_of_the_layer_without_one_in_scope(kind):
     ("kind", "manual"),
     [
         (AxisType.Explicit, False),
-        pytest.param(AxisType.Auto, False, marks=pytest.mark.slow),
-        pytest.param(AxisType.Auto, True, marks=pytest.mark.slow),
-        pytest.param(AxisType.Explicit, True, marks=pytest.mark.slow),
+        slow(AxisType.Auto, False),
+        slow(AxisType.Auto, True),
+        slow(AxisType.Explicit, True),
     ],
     ids=["explicit", "auto", "auto in shard_map", "explicit in shard_map"],
 )
@@ -233,9 +235,7 @@ def test_the_router_may_see_something_else(kind, manual):
     assert_close(out, want)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit]
-)
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_axes_the_rules_do_not_name(kind):
     mesh = make_mesh({"context": 2, "expert": 2, "data": 2}, kind)
     x = inputs(4, 4, 16)
@@ -247,9 +247,7 @@ def test_axes_the_rules_do_not_name(kind):
     assert_close(out, make_layer()(x))
 
 
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
 def test_a_mesh_of_other_axes_alone(kind):
     mesh = make_mesh({"context": 8}, kind)
     x = inputs(8, 4, 16)

@@ -11,8 +11,9 @@ import math
 from moe_flax.kernels.fused_ep.blocks import CHIPS
 from moe_flax.kernels.fused_ep.rows import LANES, round_up
 
-# Rows of a tile to the share of the MXUs' rate that the scheduled loops reach on full rows.
-MXU_USE = {16: 0.13, 32: 0.26, 64: 0.47, 128: 0.86, 256: 0.94, 512: 0.95}
+# Rows of a tile to the share of the MXUs' rate that its schedule reaches on full rows: read off at
+# 32, 128 and 256 rows (docs/performance_tpu.md), estimated between and beyond.
+MXU_USE = {16: 0.13, 32: 0.26, 64: 0.45, 128: 0.72, 256: 0.79, 512: 0.80}
 FUSED_FIXED = 12e-6  # two barriers, sort and gather, the first rows' way: not hidden
 BLOCK_CYCLES = 60  # scalar work to start one (source, expert) block's copy, there and back
 FLOAT32_PASSES = 6  # of bf16, that a float32 product takes at the highest precision

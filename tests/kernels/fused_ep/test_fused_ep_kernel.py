@@ -17,6 +17,7 @@ def no_races(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.interpret
 def test_four_devices_any_load():
     case = Case()
     mesh = make_mesh(expert=4)

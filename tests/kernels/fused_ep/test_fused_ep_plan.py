@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_flax.kernels.fused_ep.plan import exchange_plan, most_received
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 4),
