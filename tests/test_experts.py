@@ -107,11 +107,11 @@ def test_other_backends(backend):
         {"t": 0},
         {"t": 1},
         {"e": 1, "k": 1},
-        {"k": 4},
+        pytest.param({"k": 4}, marks=pytest.mark.slow),
         {"d": 100, "f": 257, "t": 40},
         {"t": 200, "e": 2, "k": 1},
         {"t": 30, "e": 512, "k": 8, "d": 8, "f": 12},
-        {"t": 20, "d": 264, "f": 451},
+        pytest.param({"t": 20, "d": 264, "f": 451}, marks=pytest.mark.slow),
     ],
 )
 def test_sizes(sizes):

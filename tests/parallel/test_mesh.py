@@ -247,7 +247,8 @@ def test_axes_the_rules_do_not_name(kind):
     assert_close(out, make_layer()(x))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_of_other_axes_alone(kind):
     mesh = make_mesh({"context": 8}, kind)
     x = inputs(8, 4, 16)
