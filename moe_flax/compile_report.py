@@ -22,6 +22,7 @@ from moe_flax.config import MoEConfig
 from moe_flax.forward import Forward
 from moe_flax.kernels.fused_ep import BlockSizes, fused_ep_moe
 from moe_flax.kernels.fused_ep.blocks import MIB, scratch_bytes, vmem_table
+from moe_flax.kernels.fused_ep.call import Call, Parameters, Sized, prepare, size_up
 from moe_flax.kernels.fused_ep.cost import (
     Layer,
     Prediction,
@@ -29,7 +30,6 @@ from moe_flax.kernels.fused_ep.cost import (
     predict_fused,
     predict_replicated,
 )
-from moe_flax.kernels.fused_ep.local import Call, Parameters, Sized, prepare, size_up
 from moe_flax.parallel import Fused
 from moe_flax.parallel.mesh import over_mesh
 from moe_flax.parameters import parameter_shapes

@@ -197,7 +197,8 @@ def test_file_that_shrinks_after_it_was_opened(tmp_path):
 
 @pytest.mark.parity
 def test_torch_files(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     whole = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
     torch.save(whole, tmp_path / "pytorch_model.bin")
     reader = Reader(tmp_path)
@@ -208,7 +209,8 @@ def test_torch_files(tmp_path):
 
 @pytest.mark.parity
 def test_torch_files_in_shards(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     for name in "ab":
         torch.save({name: torch.ones(2)}, tmp_path / f"{name}.bin")
     (tmp_path / "pytorch_model.bin.index.json").write_text(
@@ -222,7 +224,8 @@ def test_torch_files_in_shards(tmp_path):
 
 @pytest.mark.parity
 def test_a_pickle_never_runs(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     mark = tmp_path / "ran"
     call = (os.mkdir, (str(mark),))
     evil = type("Evil", (), {"__reduce__": lambda self: call})()

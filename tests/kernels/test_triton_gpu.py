@@ -43,11 +43,6 @@ class TestTriton(GroupedMatmulBase, PublishedGrids):
         with jax.default_matmul_precision("highest"):
             yield
 
-    def test_shard_map(self):
-        if jax.device_count() < 8:
-            pytest.skip("the base's mesh has 8 devices")
-        super().test_shard_map()
-
 
 class TestTritonLayers(PublishedLayers):
     backend = "triton"

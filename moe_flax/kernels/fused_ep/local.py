@@ -11,15 +11,13 @@ from jaxtyping import Array, Float, Shaped
 from moe_flax.activations import Activation, resolve_activation
 from moe_flax.experts import expert_ffn
 from moe_flax.kernels.fused_ep.blocks import BlockSizes
-from moe_flax.kernels.fused_ep.call import Call, Parameters, Sized, prepare, size_up
+from moe_flax.kernels.fused_ep.call import Call, Parameters
 from moe_flax.kernels.fused_ep.cost import Layer, choose_method
 from moe_flax.kernels.fused_ep.exchanged import exchanged
 from moe_flax.kernels.fused_ep.rows import LANES, round_up
 from moe_flax.permute import combine_rows, gather_rows, gather_slots, sort_by_expert
 from moe_flax.routing import Routing
 from moe_flax.varying import align_varying
-
-__all__ = ["Call", "Parameters", "Sized", "fused_ep_local", "prepare", "size_up"]
 
 MAX_ROW_BYTES = 2**30  # of a device's own rows in one exchange: semaphores count bytes in int32
 
