@@ -299,7 +299,10 @@ def _layer_program(config, mesh, layer: Layer, tokens: int, weight_dtype: str, c
     total = tokens * axes.size(axes.tokens)
     parameters = {
         name: _operand(
-            mesh, shape, axes.spec(name, shape), jnp.float32 if name[:6] == "router" else dtype
+            mesh,
+            shape,
+            axes.spec(name, shape),
+            jnp.float32 if name.startswith("router.") else dtype,
         )
         for name, shape in shapes.items()
     }
