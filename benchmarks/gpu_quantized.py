@@ -161,9 +161,10 @@ def kernel(model: str, tokens: int, kind: str, which: str, variant: str):
     if tiles is None:
         return None
     w, scale, width = (wi, wi_scale, features) if which == "up" else (wo, wo_scale, hidden)
-    step = kept_hopper.depth(kind == "mxfp4") if tiles.specialised else 1
     rows, shape = tokens * top_k, jax.ShapeDtypeStruct
-    x = shape((rows, -(-width // step) * step), jnp.bfloat16)
+    x = shape((rows, width), jnp.bfloat16)
+    if tiles.specialised:
+        x = jax.eval_shape(functools.partial(kept_hopper.reorder, mxfp4=kind == "mxfp4"), x)
     ids = shape((tokens, top_k), jnp.int32)
 
     def chain(w, scale, ids, weights, *xs):
@@ -415,7 +416,7 @@ def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
     import jax.numpy as jnp
 
     rows: list[dict] = []
-    experts, top_k, features, hidden = MODELS[model]
+    experts, _, features, hidden = MODELS[model]
     threads = concurrent.futures.ThreadPoolExecutor(8)
     dense: typing.Any = None
     for kind in (*options.kinds, "bf16"):
@@ -489,17 +490,19 @@ def inputs(cell, operands):
         return (x, *operands, *routing)
     wi, wo, wi_scale, wo_scale = operands
     up = cell[4] == "up"
-    width = _width(cell)
-    rows = [jax.random.normal(k, (tokens * top_k, width), jnp.bfloat16) for k in keys[2:]]
+    size = _rows(cell)
+    rows = [jax.random.normal(k, size, jnp.bfloat16) for k in keys[2:]]
     return (*((wi, wi_scale) if up else (wo, wo_scale)), *routing, *rows[:CHAIN])
 
 
-def _width(cell) -> int:
-    _, model, _, kind, which, variant = cell
-    _, _, features, hidden = MODELS[model]
+def _rows(cell) -> tuple[int, ...]:
+    _, model, tokens, kind, which, variant = cell
+    _, top_k, features, hidden = MODELS[model]
     width = features if which == "up" else hidden
-    step = 1 if "specialised" in VARIANTS[variant] else 256 if kind == "mxfp4" else 128
-    return -(-width // step) * step
+    if "specialised" in VARIANTS[variant]:
+        return (tokens * top_k, width)
+    step = 256 if kind == "mxfp4" else 128
+    return (-(-width // step) * step // 64, tokens * top_k, 64)
 
 
 @functools.cache

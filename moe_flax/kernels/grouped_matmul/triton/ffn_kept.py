@@ -93,8 +93,8 @@ def _infer(call, tokens, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weig
     order = sort_by_expert(ids, weights, wi.shape[0], call.up.rows)
     rows, index, then = tokens, order.row_token, None
     if call.up.specialised:
-        tokens = kept_hopper.reorder(tokens, wi.dtype == jnp.uint8)
-        rows, index, then = gather(tokens, order.row_token), None, wo.dtype == jnp.uint8
+        rows, index = _gather(tokens, order.row_token, wi.dtype == jnp.uint8), None
+        then = wo.dtype == jnp.uint8
     hidden = product(
         rows, wi, wi_scale, order.plan, ids.size, tiles=call.up, gather=index, bias=wi_bias,
         activation=call.dense.activation, then=then,
@@ -104,6 +104,14 @@ def _infer(call, tokens, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weig
         hidden, wo[:, None], wo_scale[:, None], order.plan, ids.size, tiles=call.down, bias=bias
     )
     return combine(values.reshape(ids.size, -1), weights, order.slot_row, ids.shape[1])
+
+
+def _gather(tokens: jax.Array, row_token: jax.Array, mxfp4: bool) -> jax.Array:
+    """The tokens' rows in their sorted places, as `kept_hopper.reorder` has them."""
+    slices = kept_hopper.reorder(tokens, mxfp4)
+    count, size = slices.shape[:2]
+    index = jnp.arange(count, dtype=jnp.int32)[:, None] * size + row_token
+    return gather(slices.reshape(-1, 64), index.ravel()).reshape(count, -1, 64)
 
 
 def product(
@@ -122,7 +130,7 @@ def product(
     """One grouped product over sorted rows with kept matrices.
 
     Args:
-      lhs: [rows or T, K]; with `tiles.specialised` [rows, K] after `kept_hopper.reorder`.
+      lhs: [rows or T, K]; with `tiles.specialised` [K / 64, rows, 64] by `kept_hopper.reorder`.
       rhs: [G, J, N, K] or, of MXFP4, [G, J, N, K / 2].
       scales: as `scales_kind` reads them.
       plan: of the rows, with tiles of `tiles.rows` rows.
@@ -135,7 +143,8 @@ def product(
         as `kept_hopper.reorder` would make it for these.
 
     Returns:
-      [rows, J, N]; [rows, N] with an activation. Rows past the last group stay unwritten.
+      [rows, J, N]; [rows, N], or as `then` says, with an activation. Rows past the last group
+      stay unwritten.
     """
     groups, branches, n = rhs.shape[:3]
     kind = scales_kind(rhs, scales)
@@ -148,20 +157,25 @@ def product(
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     fused = activation is not None
     width = n if then is None else -(-n // kept_hopper.depth(then)) * kept_hopper.depth(then)
-    out = jax.ShapeDtypeStruct((rows, width) if fused else (rows, branches, n), lhs.dtype)
+    out = jax.ShapeDtypeStruct((rows, n) if fused else (rows, branches, n), lhs.dtype)
+    if then is not None:
+        out = jax.ShapeDtypeStruct((width // 64, rows, 64), lhs.dtype)
     column_tiles = -(-width // tiles.columns) * (1 if fused else branches)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
     common: dict[str, tp.Any] = dict(
         out_type=out, grid=programs, num_warps=tiles.warps, name=f"moe_kept_{kind}",
-        K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches,
+        ROWS=rows, K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches,
         EPILOGUE="activate" if fused else "plain", SCALES=kind, SPAN=tiles.span,
         PROGRAMS=programs, BLOCK_M=tiles.rows, BLOCK_N=tiles.columns,
         **activation_parameters(activation or Activation()),
     )  # fmt: skip
     if tiles.specialised:
         return launch.call(
-            kept_hopper.kept_hopper_kernel, *_hopper_operands(lhs, rhs, tiles), scales, bias,
-            plan.table, WIDTH=width, STAGES=tiles.stages,
+            kept_hopper.kept_hopper_kernel,
+            *_hopper_operands(
+                lhs, rhs, tiles, branches if fused else 1, kept_hopper.depth(kind == "mxfp4") // 64
+            ),
+            scales, bias, plan.table, WIDTH=width, STAGES=tiles.stages,
             REORDERED="" if then is None else "4" if then else "8", **common,
         )  # fmt: skip
     flat = rhs.reshape(groups * branches, *rhs.shape[2:])
@@ -169,20 +183,23 @@ def product(
     descriptor = calls._descriptor(flat, (1, tiles.columns, depth))
     return launch.call(
         kept.kept_product_kernel, lhs, descriptor or flat, scales, bias, gather, plan.table,
-        num_stages=tiles.stages, DESCRIPTOR=descriptor is not None, ROWS=rows, BLOCK_K=tiles.depth,
+        num_stages=tiles.stages, DESCRIPTOR=descriptor is not None, BLOCK_K=tiles.depth,
         **common,
     )  # fmt: skip
 
 
-def _hopper_operands(lhs, rhs, tiles):
+def _hopper_operands(lhs, rhs, tiles, matrices, slices):
     import jax_triton
     from triton.experimental.gluon import language as gl
 
-    flat = rhs.reshape(-1, rhs.shape[-1])
-    bytes_of, halves = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 16, 2)
+    flat = rhs.reshape(-1, *rhs.shape[2:])
     return (
-        jax_triton.TensorDescriptor.from_array(lhs, (tiles.rows, 64), halves),
-        jax_triton.TensorDescriptor.from_array(flat, (tiles.columns, 128), bytes_of),
+        jax_triton.TensorDescriptor.from_array(
+            lhs, (slices, tiles.rows, 64), gl.NVMMASharedLayout(128, 16, 3)
+        ),
+        jax_triton.TensorDescriptor.from_array(
+            flat, (matrices, tiles.columns, 128), gl.NVMMASharedLayout(128, 8, 3)
+        ),
     )
 
 
