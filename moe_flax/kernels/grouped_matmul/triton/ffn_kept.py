@@ -179,6 +179,8 @@ def product(
             REORDERED="" if then is None else "4" if then else "8", **common,
         )  # fmt: skip
     flat = rhs.reshape(groups * branches, *rhs.shape[2:])
+    if flat.dtype == jnp.float8_e4m3fn and launch.chip().capability < 89:
+        flat = jax.lax.bitcast_convert_type(flat, jnp.uint8)
     depth = tiles.depth // 2 if kind == "mxfp4" else tiles.depth
     descriptor = calls._descriptor(flat, (1, tiles.columns, depth))
     return launch.call(
