@@ -114,7 +114,7 @@ def kept_tiles(
     if hopper:
         return _kept_hopper(height, kinds[0], branches), _kept_hopper(height, kinds[1], 1)
     if not chip.tma:
-        up = Tiles(height, 128 // branches, 128, 8, 2)
+        up = Tiles(min(height, 32), 128 // branches, 128, 8, 2)
     else:
         up = Tiles(height, 128 // branches, 128, 4, 4 if height < 64 else 3, programs=2)
     return up, dataclasses.replace(up, columns=128)

@@ -152,16 +152,21 @@ def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
     d_pre, weighted, dots = activate_rows_grad(
         d_hidden.reshape(rows, -1), pre, row_weight, call.activation
     )
-    turn = -1 if call.transposed else 1
+    pairs = ((weighted, grad_rows), (gather(tokens, row_token), d_pre))
+    if call.transposed:
+        pairs = tuple((b, a) for a, b in pairs)
+    (wo_lhs, wo_rhs), (wi_lhs, wi_rhs) = pairs
     d_wo = calls.contraction(
-        *(weighted, grad_rows)[::turn],
+        wo_lhs,
+        wo_rhs,
         plan,
         tiles=call.grad_weights,
         out_dtype=wo.dtype,
         precision=call.precision,
     )
     d_wi = calls.contraction(
-        *(gather(tokens, row_token), d_pre)[::turn],
+        wi_lhs,
+        wi_rhs,
         plan,
         tiles=call.grad_weights,
         out_dtype=wi.dtype,
