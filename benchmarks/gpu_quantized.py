@@ -463,7 +463,7 @@ def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
                 continue
             ids = arguments[-2] if cell[0] == "layer" else arguments[2]
             hit = int((jnp.bincount(ids.ravel(), length=experts) > 0).sum())
-            matrices = {"up": 2, "down": 1}.get(row.get("which"), 3)
+            matrices = {"up": 2, "down": 1}.get(row.get("which", ""), 3)
             moved = hit * matrices * features * hidden * stored_bytes(kind)
             row["TB/s"] = moved / row["ms"] / 1e9
             if cell[0] == "layer" and kind != "bf16":

@@ -67,9 +67,11 @@ def make_call(
     chip, rows = launch.chip(), ids.size
     experts, branches, hidden = wi.shape[:3]
     features = wo.shape[1]
-    kinds = scales_kind(wi, wi_scale), scales_kind(wo, wo_scale)
-    allowed = (jnp.bfloat16,) if "mxfp4" in kinds else (jnp.bfloat16, jnp.float16)
-    if None in kinds or tokens.dtype not in allowed or not configs.keeps(rows, experts):
+    first, second = scales_kind(wi, wi_scale), scales_kind(wo, wo_scale)
+    if first is None or second is None or not configs.keeps(rows, experts):
+        return None
+    allowed = (jnp.bfloat16,) if "mxfp4" in (first, second) else (jnp.bfloat16, jnp.float16)
+    if tokens.dtype not in allowed:
         return None
     hopper = (
         chip.capability == 90
@@ -77,9 +79,10 @@ def make_call(
         and all(weight.shape[-1] % 16 == 0 for weight in (wi, wo))
     )
     if tiles is None:
-        tiles = configs.kept_tiles(chip, rows, experts, kinds, branches, hopper)
+        tiles = configs.kept_tiles(chip, rows, experts, (first, second), branches, hopper)
+    up, down = tiles
     wide = jax.ShapeDtypeStruct((experts, branches, hidden, features), tokens.dtype)
-    return Call(*tiles, ffn.make_call(activation, tokens, wide, ids, transposed=True))
+    return Call(up, down, ffn.make_call(activation, tokens, wide, ids, transposed=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
