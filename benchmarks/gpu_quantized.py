@@ -28,6 +28,7 @@ MODELS = {  # E, K, D, F
     "deepseek-v3-ep8": (32, 8, 7168, 2048),
     "llama4-scout": (16, 1, 5120, 8192),
 }
+NAMES = ("part", "model", "tokens", "kind", "which", "variant")  # of what a cell holds
 CHAIN = 4
 BOUND = 2e-2
 WITH_GRADIENTS = ("gpt_oss mxfp4", "silu block 16")
@@ -307,7 +308,7 @@ def numerics() -> list[dict]:
         ours = functools.partial(run, moe_flax.expert_ffn, backend="triton")
         wanted = functools.partial(run, moe_flax.experts.expert_ffn_reference)
         operands = (x, weights, wi_bias, wo_bias)
-        found = {"numerics": name}
+        found: dict[str, typing.Any] = {"numerics": name}
         try:
             plain = jax.jit(ours)
             y = plain(*operands)
@@ -390,8 +391,10 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     workers = max(1, (os.cpu_count() or 2) - 3)
     pool = concurrent.futures.ProcessPoolExecutor(workers, context)
-    cells = sorted(layers + kernels, key=lambda cell: list(MODELS).index(cell[1]))
-    pending = {cell: pool.submit(export, cell[0], options.capability, *cell[1:]) for cell in cells}
+    pending = {
+        cell: pool.submit(export, cell[0], options.capability, *cell[1:])
+        for cell in layers + kernels
+    }
     # Every worker is started by its first task, so the variable stays until all have one.
     time.sleep(1)
     os.environ["JAX_PLATFORMS"] = platforms
@@ -399,8 +402,9 @@ def main() -> None:
     try:
         if not options.no_numerics:
             rows += numerics()
-        for model in options.models:
-            rows += measure(model, options, pending, deadline)
+        for part in ("layer", "kernel"):
+            for model in options.models:
+                rows += measure(part, model, options, pending, deadline)
     finally:
         for process in list(pool._processes.values()):
             process.kill()
@@ -410,8 +414,8 @@ def main() -> None:
     report(rows)
 
 
-def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
-    """Times a model's cells."""
+def measure(part: str, model: str, options, pending: dict, deadline: float) -> list[dict]:
+    """Times a model's layers or kernels."""
     import jax
     import jax.numpy as jnp
 
@@ -420,7 +424,7 @@ def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
     threads = concurrent.futures.ThreadPoolExecutor(8)
     dense: typing.Any = None
     for kind in (*options.kinds, "bf16"):
-        cells = [c for c in pending if c[1] == model and c[3] == kind]
+        cells = [c for c in pending if (c[0], c[1], c[3]) == (part, model, kind)]
         if not cells or time.time() > deadline:
             continue
         if kind != "bf16":
@@ -448,9 +452,8 @@ def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
             compiled = future.result()
             if compiled is None:
                 continue
-            row = dict(
-                zip(("part", "model", "tokens", "kind", "which", "variant"), cell, strict=False)
-            )
+            row: dict[str, typing.Any] = {}
+            row.update(zip(NAMES, cell, strict=False))
             if isinstance(compiled, str):
                 rows.append(row | {"error": compiled})
                 print(json.dumps(rows[-1]), flush=True)
