@@ -70,6 +70,8 @@ def product(
     groups, matrices = rhs.shape[:2]
     n, k = rhs.shape[2:] if transposed else rhs.shape[:1:-1]
     inner = lhs.shape[1] if lhs.ndim == 3 else 1
+    if inner == 1:
+        lhs = lhs.reshape(lhs.shape[0], k)
     branches = 1 if inner > 1 else matrices
     epilogue = "plain" if activation is None else "activate"
     out = jax.ShapeDtypeStruct(
@@ -79,6 +81,8 @@ def product(
         return jnp.zeros(out.shape, out.dtype)
     column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
+    blocks = tiles.rows // 128 if tiles.specialised else 1  # of a cluster
+    programs = max(programs // blocks, 1)
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
     common: dict[str, tp.Any] = dict(
         K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches, INNER=inner,
@@ -87,8 +91,9 @@ def product(
     )  # fmt: skip
     if tiles.specialised:
         return launch.call(
-            hopper.specialised_product_kernel, *_hopper_operands(lhs, flat, gather, transposed),
-            bias, gather, plan.table, out_type=out, grid=programs, num_warps=4,
+            hopper.specialised_product_kernel,
+            *_hopper_operands(lhs, flat, gather, transposed, blocks),
+            bias, gather, plan.table, out_type=out, grid=programs, num_warps=4, num_ctas=blocks,
             name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows, STAGES=tiles.stages, **common,
         )  # fmt: skip
     block = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
@@ -107,17 +112,19 @@ def product(
     )  # fmt: skip
 
 
-def _hopper_operands(lhs, rhs, gather, transposed):
+def _hopper_operands(lhs, rhs, gather, transposed, blocks):
     import jax_triton
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout(128, 16, 2)
+    def layout(basis):
+        return gl.NVMMASharedLayout(128, 16, 2, cga_layout=[basis] if blocks == 2 else [])
+
     flat = rhs.reshape(-1, rhs.shape[-1])
     rhs_block = (256, 64) if transposed else (64, 64)
-    rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout)
+    rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout([0, 0]))
     if gather is None:
         lhs = lhs.reshape(lhs.shape[0], -1)
-        lhs = jax_triton.TensorDescriptor.from_array(lhs, (128, 64), layout)
+        lhs = jax_triton.TensorDescriptor.from_array(lhs, (64 * blocks, 64), layout([1, 0]))
     return lhs, rhs
 
 
@@ -143,7 +150,10 @@ def contraction(
     rows = lhs.shape[0]
     lhs_tiles = _descriptor(lhs.reshape(rows, -1), (tiles.rows, tiles.depth))
     grad_tiles = _descriptor(grad.reshape(rows, -1), (tiles.rows, tiles.columns))
-    if lhs_tiles is None or grad_tiles is None:
+    # The accelerator reads from multiples of 16 bytes only, and branches start at multiples of K, N.
+    starts = ([k] if lhs_branches > 1 else []) + ([n] if grad_branches > 1 else [])
+    aligned = all(start * lhs.dtype.itemsize % 16 == 0 for start in starts)
+    if lhs_tiles is None or grad_tiles is None or not aligned:
         lhs_tiles = grad_tiles = None
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)
