@@ -1,6 +1,7 @@
 """The grouped product for Hopper: warp-specialised, tiles of 128 rows by 256 columns.
 
-The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64. One
+The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64, and for
+8-bit ones whose K is a multiple of 16 (transposed matrices only, as the chip asks). One
 partition of warps loads (gathered rows by asynchronous copies, the rest by the tensor memory
 accelerator) through a ring of stages; two partitions of four warps each multiply 64 of the rows.
 Loading runs ahead into the next tile, so that it hides behind the epilogue, and a tile of up to
@@ -25,7 +26,6 @@ from moe_flax.kernels.grouped_matmul.triton.activation import activate
 
 ROWS: gl.constexpr = gl.constexpr(128)
 COLUMNS: gl.constexpr = gl.constexpr(256)
-DEPTH: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
@@ -50,8 +50,9 @@ def _produce(
     COLUMN_TILES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, SPAN: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    K_BLOCKS: gl.constexpr = K // DEPTH
     SIZE: gl.constexpr = rhs.dtype.primitive_bitwidth // 8
+    DEPTH: gl.constexpr = 128 // SIZE
+    K_BLOCKS: gl.constexpr = (K + DEPTH - 1) // DEPTH
     BYTES: gl.constexpr = ((0 if GATHER else ROWS) + COLUMNS) * DEPTH * SIZE
     tiles = gl.load(table_ptr)
     step = 0
@@ -83,7 +84,11 @@ def _produce(
                     tma.async_load(lhs, [row, k], full, a_ring.index(stage))
                 chunks = b_ring.index(stage)
                 if TRANSPOSED:
-                    if INNER == 1:
+                    if PAIR:
+                        for c in gl.static_range(4):
+                            place = [(matrix * 2 + c % 2) * N + n + c // 2 * 64, k]
+                            tma.async_load(rhs, place, full, chunks.slice(c * 64, 64, 0))
+                    elif INNER == 1:
                         tma.async_load(rhs, [matrix * N + n, k], full, chunks)
                     else:
                         j = block // K_BLOCKS
@@ -142,7 +147,7 @@ def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr, INDEX: gl.const
 
 @gluon.jit
 def _consume(
-    INDEX: gl.constexpr, bias_ptr, table_ptr, out_ptr,
+    INDEX: gl.constexpr, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
     a_ring, b_ring, buffers, ready, free,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
@@ -153,9 +158,10 @@ def _consume(
     BEFORE: gl.constexpr,
 ):  # fmt: skip
     PAIR: gl.constexpr = EPILOGUE == "activate" and BRANCHES == 2
-    STEPS: gl.constexpr = INNER * (K // DEPTH)
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    BITS: gl.constexpr = a_ring.dtype.primitive_bitwidth
+    STEPS: gl.constexpr = INNER * ((K * BITS + 1023) // 1024)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 256 // BITS])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 256 // BITS])
     buffer = buffers.index(INDEX)
     tiles = gl.load(table_ptr)
     step = 0
@@ -169,6 +175,11 @@ def _consume(
         if group < GROUPS:
             end = gl.load(table_ptr + 2 + group)
             if row < end:
+                scale = rhs_scale_ptr
+                if lhs_scale_ptr is not None:
+                    ms = row + gl.arange(0, 64, gl.SliceLayout(1, PART))
+                    row_scale = gl.load(lhs_scale_ptr + ms, mask=ms < end, other=0.0)[:, None]
+                    scale = rhs_scale_ptr + (group * BRANCHES + branch) * N
                 zeros = gl.zeros([64, COLUMNS], gl.float32, MMA)
                 a, b = _operands(a_ring, b_ring, ready, step, STAGES, INDEX, TRANSPOSED, GATHER)
                 acc = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
@@ -194,6 +205,10 @@ def _consume(
                         up = gl.convert_layout(
                             quarters[c * WIDTH + WIDTH - 1], PART, assert_trivial=True
                         )
+                        if lhs_scale_ptr is not None:
+                            first *= row_scale * _columns(scale, at, N, PART)[None, :]
+                            if PAIR:
+                                up *= row_scale * _columns(scale + N, at, N, PART)[None, :]
                         if bias_ptr is not None:
                             first += _columns(bias, at, N, PART)[None, :]
                             if PAIR:
@@ -204,6 +219,8 @@ def _consume(
                     for c in gl.static_range(4):
                         at = n + c * 64
                         y = gl.convert_layout(quarters[c], PART, assert_trivial=True)
+                        if lhs_scale_ptr is not None:
+                            y *= row_scale * _columns(scale, at, N, PART)[None, :]
                         if bias_ptr is not None:
                             y += _columns(bias, at, N, PART)[None, :]
                         _store(y, out_ptr + branch * N, BRANCHES * N, row, end, at, buffer, N)
@@ -229,7 +246,7 @@ def _columns(ptr, n, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def specialised_product_kernel(
-    lhs, rhs, bias_ptr, rows_ptr, table_ptr, out_ptr,
+    lhs, rhs, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, rows_ptr, table_ptr, out_ptr,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -245,13 +262,16 @@ def specialised_product_kernel(
     )
     COLUMN_TILES: gl.constexpr = COLUMN_BLOCKS * MATRICES
     KIND: gl.constexpr = rhs.dtype
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BITS: gl.constexpr = KIND.primitive_bitwidth
+    DEPTH: gl.constexpr = 1024 // BITS
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    STAGED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     a_ring = gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], SWIZZLED)
     if TRANSPOSED:
         b_ring = gl.allocate_shared_memory(KIND, [STAGES, COLUMNS, DEPTH], SWIZZLED)
     else:
         b_ring = gl.allocate_shared_memory(KIND, [STAGES, DEPTH, COLUMNS], SWIZZLED)
-    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, 64, 64], SWIZZLED)
+    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, 64, 64], STAGED)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -261,14 +281,14 @@ def specialised_product_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, bias_ptr, table_ptr, out_ptr,
+                0, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
                 a_ring, b_ring, buffers, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_consume, (
-                1, bias_ptr, table_ptr, out_ptr,
+                1, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
                 a_ring, b_ring, buffers, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
