@@ -131,3 +131,19 @@ def expert_ffn(
     if routing.apply_to == "input":
         y = y.reshape(-1, top_k, tokens.shape[1]).astype(jnp.float32).sum(1)
     return y.astype(tokens.dtype)
+
+
+def expert_ffn_float8(tokens, wi, wo, routing, **options) -> jax.Array:
+    """The routed half with float8 activations; see `moe_flax.experts_float8.float8_ffn`.
+
+    GPUs that have no float8 products multiply the values as bfloat16.
+    """
+    from moe_flax.kernels.grouped_matmul.triton import ffn_float8, launch
+
+    if not launch.chip().float8:
+        from moe_flax.experts_float8 import sorted_float8_ffn
+
+        return sorted_float8_ffn(
+            tokens, wi, wo, routing, **options, precision=None, backend="triton"
+        )
+    return ffn_float8.expert_ffn(tokens, wi, wo, routing, **options)
