@@ -215,9 +215,7 @@ def function_of(job) -> tp.Callable:
                 call, up=dataclasses.replace(call.up, **special),
                 down=dataclasses.replace(call.down, **special),
             )  # fmt: skip
-        return ffn_float8.routed_ffn(
-            call, x, wi, wo, wi_scale, wo_scale, None, None, ids, weights
-        )
+        return ffn_float8.routed_ffn(call, x, wi, wo, wi_scale, wo_scale, None, None, ids, weights)
 
     return layer
 

@@ -66,8 +66,8 @@ def _window(size: int, count: int, window: int | None, axis: int, values, scales
 
 
 def quantize_rows(
-    x: Float[Array, "*B K"], *, scale_ub: float | Float[Array, ""] | None = None
-) -> tuple[Float8e4m3fn[Array, "*B K"], Float[Array, "*B 1"]]:
+    x: Float[Array, "... K"], *, scale_ub: float | None = None
+) -> tuple[Float8e4m3fn[Array, "... K"], Float[Array, "... 1"]]:
     """Quantises each row to float8_e4m3fn with a float32 scale of its own.
 
     The scale is the row's largest magnitude over 448, the largest float8_e4m3fn; values are

@@ -41,8 +41,8 @@ class Backend(tp.Protocol):
 
     A module may also define ``expert_ffn`` with the operands of `moe_flax.experts.expert_ffn`
     (checked, ``activation`` resolved, without ``backend``): the whole FFN, gradients included.
-    And ``scaled_product`` with the operands of `moe_flax.kernels.grouped_matmul.scaled.scale_product`
-    behind its first: the product of float8 rows.
+    And ``scaled_product``, the product of float8 rows: the operands of `scaled.scale_product` but
+    its first.
     """
 
     def grouped_product(

@@ -92,7 +92,7 @@ def product(
     if tiles.specialised:
         return launch.call(
             hopper.specialised_product_kernel,
-            *_hopper_operands(lhs, flat, gather, transposed, activation is not None and matrices == 2),
+            *_hopper_operands(lhs, flat, gather, transposed, activation and matrices == 2),
             *(scales or (None, None)), bias, gather, plan.table, out_type=out, grid=programs,
             num_warps=4, name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows,
             STAGES=tiles.stages, **common,
@@ -114,6 +114,7 @@ def product(
 
 
 def _hopper_operands(lhs, rhs, gather, transposed, pair):
+    """Descriptors; a pair of branches is loaded 64 columns at a time, in turns."""
     import jax_triton
     from triton.experimental.gluon import language as gl
 

@@ -41,7 +41,9 @@ def make_call(
     return Float8Call(activation, scale_ub, True, up, down)
 
 
-def routed_ffn(call: Float8Call, tokens, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weights):
+def routed_ffn(
+    call: Float8Call, tokens, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weights
+):
     """y[t] = sum_k weights[t, k] * ffn of expert ids[t, k] on tokens[t], k in order, in float32.
 
     Args:

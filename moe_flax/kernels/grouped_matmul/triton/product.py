@@ -120,9 +120,7 @@ def product_kernel(
             else:
                 matrix = group * INNER + j
             b = _rhs_tile(rhs, matrix, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K)
-            acc = tl.dot(
-                a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=SHORT_SUMS
-            )
+            acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=SHORT_SUMS)
             if PAIR:
                 b2 = _rhs_tile(
                     rhs, matrix + 1, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K

@@ -1,4 +1,4 @@
-"""Rows to float8_e4m3fn with one scale a row, after the activation or on the way to sorted places."""
+"""Rows to float8_e4m3fn with a scale each, behind the activation or on the way to their places."""
 
 # Checkers take `import triton` for this package.
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
