@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import typing as tp
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ class _Call:
 
     activation: Activation
     scale_ub: float | None
-    apply_to: str
+    apply_to: tp.Literal["output", "input"]
     precision: str | jax.lax.Precision | None
     backend: str
 

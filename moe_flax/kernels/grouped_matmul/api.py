@@ -94,13 +94,15 @@ class _Call:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self.precision)
 
-    def scaled(self, *operands: jax.Array) -> jax.Array:
+    def scaled(self, lhs, rhs, group_sizes, lhs_scale, rhs_scale) -> jax.Array:
         """The product of float8 rows; see `scaled.scaled_product`."""
         backend = load_backend(self.backend)
         own = getattr(backend, "scaled_product", None)
         run = own or functools.partial(scale_product, backend.grouped_product)
         with self.matmul_precision():
-            return run(*operands, self.transpose_rhs, self.out_dtype)
+            return run(
+                lhs, rhs, group_sizes, lhs_scale, rhs_scale, self.transpose_rhs, self.out_dtype
+            )
 
 
 def grouped_matmul(

@@ -92,10 +92,9 @@ def expert_ffn(
         rows = jnp.where(placed[:, :, None], scaled, 0).reshape(-1, tokens.shape[1]).astype(dtype)
         ids, weights = ids.reshape(-1, 1), jnp.ones((ids.size, 1), jnp.float32)
     call = make_call(activation, scale_ub, wi, ids)
-    floats = [
-        None if x is None else x.astype(jnp.float32) for x in (wi_scale, wo_scale, wi_bias, wo_bias)
-    ]
-    y = routed_ffn(call, rows, wi, wo, *floats, ids, weights)
+    scales = [scale.astype(jnp.float32) for scale in (wi_scale, wo_scale)]
+    biases = [None if b is None else b.astype(jnp.float32) for b in (wi_bias, wo_bias)]
+    y = routed_ffn(call, rows, wi, wo, scales[0], scales[1], biases[0], biases[1], ids, weights)
     if routing.apply_to == "input":
         y = y.reshape(-1, top_k, tokens.shape[1]).astype(jnp.float32).sum(1)
     return y.astype(tokens.dtype)
