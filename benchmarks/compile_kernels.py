@@ -39,6 +39,8 @@ CASES = {
     "groups of about 4": (16, 8, 2, 1024, 2048, "relu2", 1, False, "bfloat16", False),
     "odd widths": (64, 8, 2, 257, 451, "gelu", 2, True, "float16", True),
     "float32": (512, 8, 2, 264, 320, "gelu_tanh", 2, False, "float32", True),
+    "no gate": (1200, 4, 2, 256, 520, "relu2", 1, True, "bfloat16", True),
+    "a branch off 16 bytes": (256, 8, 3, 512, 682, "silu", 2, False, "float32", True),
 }
 # T, E, K, D, F, activation, branches, biases, whether product 1 applies the activation
 FLOAT8_CASES = {

@@ -55,7 +55,7 @@ class Quantise:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The routed half of a model's layer: "bf16", "fused", "apart" or "specialised" float8."""
+    """The routed half of a model's layer: in bfloat16, or in float8 with one way to multiply."""
 
     part: str
     name: str
@@ -107,6 +107,9 @@ TARGET: list[tuple[tuple, bool, int | None]] = [  # tiles, specialised, short_su
     ((128, 256, 128, 4, 4), True, None),
     ((128, 256, 128, 4, 4, 4), True, None),
     ((128, 256, 128, 4, 4, 16), True, None),
+    ((256, 256, 128, 4, 4, 8), True, None),
+    ((256, 256, 128, 4, 4, 2), True, None),
+    ((256, 256, 128, 4, 4, 16), True, None),
 ]
 
 
@@ -121,7 +124,7 @@ def jobs(parts: tp.Sequence[str]) -> list:
         )
     for model in MODELS:
         for tokens in (16384, 4096):
-            for variant in ("bf16", "fused", "apart", "specialised"):
+            for variant in ("bf16", "fused", "apart", "specialised", "clusters"):
                 found.append(Layer("layers", model, tokens, variant))
     for model, tokens in (("mixtral-8x7b", 16384), ("qwen3-30b-a3b", 16384),
                           ("deepseek-v3-ep8", 8192)):  # fmt: skip
@@ -133,8 +136,10 @@ def jobs(parts: tp.Sequence[str]) -> list:
             ("down", features, hidden, 1, False),
         ):
             columns = 128 if fused else 256
-            for stages, specialised in ((4, False), (3, False), (4, True)):
-                tiles = (128, columns, 128, 8, stages)
+            for height, stages, specialised in (
+                (128, 4, False), (128, 3, False), (128, 4, True), (256, 4, True),
+            ):  # fmt: skip
+                tiles = (height, columns, 128, 8, stages)
                 found.append(
                     Product(
                         "shapes", f"{model} {name}", experts, rows, n, k, branches, fused, tiles,
@@ -209,12 +214,13 @@ def function_of(job) -> tp.Callable:
                 launch.chip(), ids.size, wi.shape[0], wi.shape[3], wi.shape[2]
             )
             call = dataclasses.replace(call, fused=False, up=down)
-        if job.variant == "specialised":
-            special = {"warps": 4, "stages": 4, "specialised": True}
-            call = dataclasses.replace(
-                call, up=dataclasses.replace(call.up, **special),
-                down=dataclasses.replace(call.down, **special),
-            )  # fmt: skip
+        if job.variant in ("specialised", "clusters"):
+            height = 256 if job.variant == "clusters" else 128
+            up, down = (
+                configs.Tiles(height, columns, 128, 4, 4, specialised=True)
+                for columns in (128, 256)
+            )
+            call = dataclasses.replace(call, up=up, down=down)
         return ffn_float8.routed_ffn(call, x, wi, wo, wi_scale, wo_scale, None, None, ids, weights)
 
     return layer
@@ -264,6 +270,8 @@ def export(job) -> bytes:
 
     check = jax.export.DisabledSafetyCheck.custom_call(jax_triton.CUSTOM_CALL_TARGET_NAME)
     with launch.compile_for(90):
+        if not launch.chip().wgmma:
+            raise RuntimeError("jax-triton 0.4.1 is needed for the warp-specialised kernels")
         exported = jax.export.export(
             jax.jit(function_of(job)), platforms=("cuda",), disabled_checks=[check]
         )(*specs(job))

@@ -74,6 +74,8 @@ def product(
     groups, matrices = rhs.shape[:2]
     n, k = rhs.shape[2:] if transposed else rhs.shape[:1:-1]
     inner = lhs.shape[1] if lhs.ndim == 3 else 1
+    if inner == 1:
+        lhs = lhs.reshape(lhs.shape[0], k)
     branches = 1 if inner > 1 else matrices
     epilogue = "plain" if activation is None else "activate"
     out = jax.ShapeDtypeStruct(
@@ -83,6 +85,8 @@ def product(
         return jnp.zeros(out.shape, out.dtype)
     column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
+    blocks = tiles.rows // 128 if tiles.specialised else 1  # of a cluster
+    programs = max(programs // blocks, 1)
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
     common: dict[str, tp.Any] = dict(
         K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches, INNER=inner,
@@ -92,9 +96,9 @@ def product(
     if tiles.specialised:
         return launch.call(
             hopper.specialised_product_kernel,
-            *_hopper_operands(lhs, flat, gather, transposed, activation and matrices == 2),
+            *_hopper_operands(lhs, flat, gather, transposed, blocks, activation and matrices == 2),
             *(scales or (None, None)), bias, gather, plan.table, out_type=out, grid=programs,
-            num_warps=4, name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows,
+            num_warps=4, num_ctas=blocks, name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows,
             STAGES=tiles.stages, **common,
         )  # fmt: skip
     block = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
@@ -113,19 +117,23 @@ def product(
     )  # fmt: skip
 
 
-def _hopper_operands(lhs, rhs, gather, transposed, pair):
-    """Descriptors; a pair of branches is loaded 64 columns at a time, in turns."""
+def _hopper_operands(lhs, rhs, gather, transposed, blocks, pair):
+    """Descriptors; a transposed pair of branches is loaded 64 columns at a time, in turns."""
     import jax_triton
     from triton.experimental.gluon import language as gl
 
-    depth = 128 // rhs.dtype.itemsize
-    layout = gl.NVMMASharedLayout(128, 8 * rhs.dtype.itemsize, 2)
+    size = rhs.dtype.itemsize
+    depth = 128 // size
+
+    def layout(basis):
+        return gl.NVMMASharedLayout(128, 8 * size, 2, cga_layout=[basis] if blocks == 2 else [])
+
     flat = rhs.reshape(-1, rhs.shape[-1])
     rhs_block = (64 if pair else 256, depth) if transposed else (depth, 64)
-    rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout)
+    rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout([0, 0]))
     if gather is None:
         lhs = lhs.reshape(lhs.shape[0], -1)
-        lhs = jax_triton.TensorDescriptor.from_array(lhs, (128, depth), layout)
+        lhs = jax_triton.TensorDescriptor.from_array(lhs, (64 * blocks, depth), layout([1, 0]))
     return lhs, rhs
 
 
@@ -151,7 +159,10 @@ def contraction(
     rows = lhs.shape[0]
     lhs_tiles = _descriptor(lhs.reshape(rows, -1), (tiles.rows, tiles.depth))
     grad_tiles = _descriptor(grad.reshape(rows, -1), (tiles.rows, tiles.columns))
-    if lhs_tiles is None or grad_tiles is None:
+    # Tiles start at multiples of 16 bytes only, and branches at multiples of K and N.
+    starts = ([k] if lhs_branches > 1 else []) + ([n] if grad_branches > 1 else [])
+    aligned = all(start * lhs.dtype.itemsize % 16 == 0 for start in starts)
+    if lhs_tiles is None or grad_tiles is None or not aligned:
         lhs_tiles = grad_tiles = None
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)

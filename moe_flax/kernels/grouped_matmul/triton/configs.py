@@ -14,7 +14,7 @@ class Tiles:
       warps, stages: per program, and of the software pipeline.
       span: row tiles that share columns before the next columns come.
       programs: per multiprocessor.
-      specialised: use the warp-specialised Hopper kernel.
+      specialised: use the warp-specialised Hopper kernel; with 256 rows, on clusters of two blocks.
     """
 
     rows: int

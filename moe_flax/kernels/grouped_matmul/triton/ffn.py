@@ -168,7 +168,9 @@ def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
         d_wi_bias = calls.group_sum(flat, plan, wi_bias.dtype).reshape(wi_bias.shape)
     if wo_bias is not None:
         d_wo_bias = calls.group_sum(grad_rows, plan, wo_bias.dtype, scale=row_weight)
-        by_expert = jnp.einsum("td,ed->te", grad, wo_bias, preferred_element_type=jnp.float32)
+        by_expert = jnp.einsum(
+            "td,ed->te", grad, wo_bias, preferred_element_type=jnp.float32, precision="highest"
+        )
         chosen = jnp.take_along_axis(by_expert, jnp.clip(ids, 0, experts - 1), 1)
         d_weights += jnp.where(placed.reshape(ids.shape), chosen, 0.0)
     return d_tokens, d_wi, d_wo, d_wi_bias, d_wo_bias, d_weights

@@ -1,11 +1,15 @@
-"""The grouped product for Hopper: warp-specialised, tiles of 128 rows by 256 columns.
+"""The grouped product for Hopper: warp-specialised, tiles of 128 rows by 256 columns a block.
 
 The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64, and for
 8-bit ones whose K is a multiple of 16 (transposed matrices only, as the chip asks). One
 partition of warps loads (gathered rows by asynchronous copies, the rest by the tensor memory
-accelerator) through a ring of stages; two partitions of four warps each multiply 64 of the rows.
-Loading runs ahead into the next tile, so that it hides behind the epilogue, and a tile of up to
-64 rows costs one partition's work.
+accelerator) through a ring of stages; two partitions of four warps each multiply half of the rows.
+Loading runs ahead into the next tile, so that it hides behind the epilogue, and a tile of half its
+rows costs one partition's work.
+
+Launched with `num_ctas=2`, two blocks make a cluster and a tile has 256 rows: each block loads rows
+of its own, and the columns come once, by multicast, into both: what bounds long products without
+it is the way from the L2 cache.
 """
 
 # Checkers take `import triton` for this package.
@@ -24,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_flax.kernels.grouped_matmul.triton.activation import activate
 
-ROWS: gl.constexpr = gl.constexpr(128)
+HALF: gl.constexpr = gl.constexpr(64)  # rows of a block that one partition multiplies
 COLUMNS: gl.constexpr = gl.constexpr(256)
 
 
@@ -41,19 +45,33 @@ def _find_tile(table_ptr, tile, tiles, GROUPS: gl.constexpr, CAPACITY: gl.conste
     return group, row, inside // height
 
 
+@gluon.constexpr_function
+def _split(ctas):
+    """The layout over blocks of a tensor whose rows are shared out among them."""
+    return [[1, 0]] if ctas == 2 else []
+
+
+@gluon.constexpr_function
+def _copied(ctas):
+    """The same for one that each block has whole."""
+    return [[0, 0]] if ctas == 2 else []
+
+
 @gluon.jit
 def _produce(
-    lhs, rhs, rows_ptr, table_ptr, a_ring, b_ring, ready, free,
+    lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free, free_everywhere,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, MATRICES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, GATHER: gl.constexpr, PAIR: gl.constexpr,
     COLUMN_TILES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, SPAN: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    SIZE: gl.constexpr = rhs.dtype.primitive_bitwidth // 8
-    DEPTH: gl.constexpr = 128 // SIZE
+    CTAS: gl.constexpr = gl.num_ctas()
+    ROWS: gl.constexpr = HALF * CTAS
+    BITS: gl.constexpr = rhs.dtype.primitive_bitwidth
+    DEPTH: gl.constexpr = 1024 // BITS
     K_BLOCKS: gl.constexpr = (K + DEPTH - 1) // DEPTH
-    BYTES: gl.constexpr = ((0 if GATHER else ROWS) + COLUMNS) * DEPTH * SIZE
+    BYTES: gl.constexpr = ((0 if GATHER else 2 * HALF) + COLUMNS) * 128
     tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), tiles * COLUMN_TILES, PROGRAMS):
@@ -67,9 +85,13 @@ def _produce(
             if GATHER:
                 LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
                 ms = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-                sources = gl.load(rows_ptr + gl.minimum(ms, ROWS_TOTAL - 1))
                 ks = gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT))
-                pointers = lhs + (sources.to(gl.int64) * K)[:, None] + ks[None, :]
+                first = gl.load(rows_ptr + gl.minimum(ms, ROWS_TOTAL - 1))
+                second = gl.load(rows_ptr + gl.minimum(ms + ROWS, ROWS_TOTAL - 1))
+                pointers = (
+                    lhs + (first.to(gl.int64) * K)[:, None] + ks[None, :],
+                    lhs + (second.to(gl.int64) * K)[:, None] + ks[None, :],
+                )
             for block in range(INNER * K_BLOCKS):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
@@ -78,52 +100,66 @@ def _produce(
                 mbarrier.expect(full, BYTES)
                 k = block * DEPTH
                 if GATHER:
-                    async_copy.async_copy_global_to_shared(a_ring.index(stage), pointers + k)
+                    for half in gl.static_range(2):
+                        async_copy.async_copy_global_to_shared(
+                            a_rings[half].index(stage), pointers[half] + k
+                        )
                     async_copy.mbarrier_arrive(full, increment_count=False)
                 else:
-                    tma.async_load(lhs, [row, k], full, a_ring.index(stage))
+                    for half in gl.static_range(2):
+                        place = [row + half * ROWS, k]
+                        tma.async_load(lhs, place, full, a_rings[half].index(stage))
+                if CTAS > 1:
+                    mbarrier.wait(free_everywhere.index(stage), phase ^ 1)
                 chunks = b_ring.index(stage)
                 if TRANSPOSED:
                     if PAIR:
                         for c in gl.static_range(4):
                             place = [(matrix * 2 + c % 2) * N + n + c // 2 * 64, k]
-                            tma.async_load(rhs, place, full, chunks.slice(c * 64, 64, 0))
+                            chunk = chunks.slice(c * 64, 64, 0)
+                            tma.async_load(rhs, place, full, chunk, multicast=CTAS > 1)
                     elif INNER == 1:
-                        tma.async_load(rhs, [matrix * N + n, k], full, chunks)
+                        place = [matrix * N + n, k]
+                        tma.async_load(rhs, place, full, chunks, multicast=CTAS > 1)
                     else:
                         j = block // K_BLOCKS
                         place = [(matrix * INNER + j) * N + n, k - j * K]
-                        tma.async_load(rhs, place, full, chunks)
+                        tma.async_load(rhs, place, full, chunks, multicast=CTAS > 1)
                 else:
                     quarters = chunks._reinterpret(
-                        rhs.dtype, [4, DEPTH, 64], gl.NVMMASharedLayout(128, 16, 2)
+                        rhs.dtype,
+                        [4, DEPTH, 64],
+                        gl.NVMMASharedLayout(128, 16, 2, cga_layout=_copied(CTAS)),
                     )
                     for c in gl.static_range(4):
                         if PAIR:
                             place = [(matrix * 2 + c % 2) * K + k, n + c // 2 * 64]
                         else:
                             place = [matrix * K + k, n + c * 64]
-                        tma.async_load(rhs, place, full, quarters.index(c))
+                        tma.async_load(rhs, place, full, quarters.index(c), multicast=CTAS > 1)
                 step += 1
 
 
 @gluon.jit
 def _quarters(acc):
-    """[64, 256] -> four [64, 64], columns 0:64, 64:128, 128:192 and 192:256."""
-    low, high = acc.reshape([64, 2, 128]).permute(0, 2, 1).split()
-    a, b = low.reshape([64, 2, 64]).permute(0, 2, 1).split()
-    c, d = high.reshape([64, 2, 64]).permute(0, 2, 1).split()
+    """[rows, 256] -> four [rows, 64], columns 0:64, 64:128, 128:192 and 192:256."""
+    ROWS: gl.constexpr = acc.shape[0]
+    low, high = acc.reshape([ROWS, 2, 128]).permute(0, 2, 1).split()
+    a, b = low.reshape([ROWS, 2, 64]).permute(0, 2, 1).split()
+    c, d = high.reshape([ROWS, 2, 64]).permute(0, 2, 1).split()
     return a, b, c, d
 
 
 @gluon.jit
 def _store(values, out_ptr, pitch, row, end, n, buffer, N: gl.constexpr):
-    """Writes [64, 64] to out[row:end, n:N] through shared memory, 16 bytes a thread."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """Writes [rows, 64] to out[row:end, n:N] through shared memory, 16 bytes a thread."""
+    WIDE: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [4, 8], [4, 1], [1, 0], cga_layout=_split(gl.num_ctas())
+    )
     buffer.store(values.to(out_ptr.dtype.element_ty))
     gl.barrier()
     tile = buffer.load(WIDE)
-    ms = row + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    ms = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, WIDE))
     ns = n + gl.arange(0, 64, gl.SliceLayout(0, WIDE))
     pointers = out_ptr + (ms.to(gl.int64) * pitch)[:, None] + ns[None, :]
     gl.store(pointers, tile, mask=(ms < end)[:, None] & (ns < N)[None, :])
@@ -131,14 +167,14 @@ def _store(values, out_ptr, pitch, row, end, n, buffer, N: gl.constexpr):
 
 
 @gluon.jit
-def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr, INDEX: gl.constexpr,
+def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr,
               TRANSPOSED: gl.constexpr, GATHER: gl.constexpr):  # fmt: skip
-    """Waits for a stage and returns this consumer's 64 rows and the columns."""
+    """Waits for a stage and returns this consumer's rows and the columns."""
     stage = step % STAGES
     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
     if GATHER:
         fence_async_shared()
-    a = a_ring.index(stage).slice(INDEX * 64, 64, 0)
+    a = a_ring.index(stage)
     b = b_ring.index(stage)
     if TRANSPOSED:
         b = b.permute((1, 0))
@@ -146,9 +182,17 @@ def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr, INDEX: gl.const
 
 
 @gluon.jit
+def _release(stage, free, free_everywhere):
+    """Lets the stage be loaded again, here and, for what is multicast, by the leading block."""
+    mbarrier.arrive(free.index(stage))
+    if gl.num_ctas() > 1:
+        mbarrier.arrive(free_everywhere.index(stage))
+
+
+@gluon.jit
 def _consume(
     INDEX: gl.constexpr, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
-    a_ring, b_ring, buffers, ready, free,
+    a_ring, b_ring, buffers, ready, free, free_everywhere,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, GATHER: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -159,9 +203,12 @@ def _consume(
 ):  # fmt: skip
     PAIR: gl.constexpr = EPILOGUE == "activate" and BRANCHES == 2
     BITS: gl.constexpr = a_ring.dtype.primitive_bitwidth
+    DEEP: gl.constexpr = 256 // BITS
     STEPS: gl.constexpr = INNER * ((K * BITS + 1023) // 1024)
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 256 // BITS])
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 256 // BITS])
+    ROWS: gl.constexpr = HALF * gl.num_ctas()
+    SPLIT: gl.constexpr = _split(gl.num_ctas())
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, DEEP], cga_layout=SPLIT)
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEEP], cga_layout=SPLIT)
     buffer = buffers.index(INDEX)
     tiles = gl.load(table_ptr)
     step = 0
@@ -171,27 +218,28 @@ def _consume(
         )
         branch = column // COLUMN_BLOCKS
         n = (column - branch * COLUMN_BLOCKS) * (COLUMNS // 2 if PAIR else COLUMNS)
-        row += INDEX * 64
+        row += INDEX * ROWS
         if group < GROUPS:
             end = gl.load(table_ptr + 2 + group)
             if row < end:
                 scale = rhs_scale_ptr
                 if lhs_scale_ptr is not None:
-                    ms = row + gl.arange(0, 64, gl.SliceLayout(1, PART))
+                    ms = row + gl.arange(0, ROWS, gl.SliceLayout(1, PART))
                     row_scale = gl.load(lhs_scale_ptr + ms, mask=ms < end, other=0.0)[:, None]
                     scale = rhs_scale_ptr + (group * BRANCHES + branch) * N
-                zeros = gl.zeros([64, COLUMNS], gl.float32, MMA)
-                a, b = _operands(a_ring, b_ring, ready, step, STAGES, INDEX, TRANSPOSED, GATHER)
+                zeros = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+                a, b = _operands(a_ring, b_ring, ready, step, STAGES, TRANSPOSED, GATHER)
                 acc = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
                 step += 1
                 for _ in range(1, STEPS):
-                    a, b = _operands(a_ring, b_ring, ready, step, STAGES, INDEX, TRANSPOSED, GATHER)
-                    # The compiler has all but the newest product done ahead of the arrival.
+                    a, b = _operands(a_ring, b_ring, ready, step, STAGES, TRANSPOSED, GATHER)
                     acc = warpgroup_mma(a, b, acc, is_async=True)
-                    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+                    acc = warpgroup_mma_wait(1, deps=(acc,))  # the stage before is done with
+                    _release((step + STAGES - 1) % STAGES, free, free_everywhere)
                     step += 1
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+                _release((step + STAGES - 1) % STAGES, free, free_everywhere)
                 q0, q1, q2, q3 = _quarters(acc)
                 quarters = (q0, q1, q2, q3)
                 bias = bias_ptr
@@ -228,10 +276,10 @@ def _consume(
                 for _ in range(STEPS):
                     stage = step % STAGES
                     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                    mbarrier.arrive(free.index(stage))
+                    _release(stage, free, free_everywhere)
                     step += 1
         else:
-            zeros = gl.zeros([64, 64], gl.float32, PART)
+            zeros = gl.zeros([ROWS, 64], gl.float32, PART)
             for c in gl.static_range(4):
                 at = n + c * 64
                 out = out_ptr + branch * N
@@ -262,40 +310,48 @@ def specialised_product_kernel(
     )
     COLUMN_TILES: gl.constexpr = COLUMN_BLOCKS * MATRICES
     KIND: gl.constexpr = rhs.dtype
+    CTAS: gl.constexpr = gl.num_ctas()
+    ROWS: gl.constexpr = HALF * CTAS
     BITS: gl.constexpr = KIND.primitive_bitwidth
     DEPTH: gl.constexpr = 1024 // BITS
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    STAGED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    a_ring = gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], SWIZZLED)
+    OWN: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=_split(CTAS))
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=_copied(CTAS))
+    STAGED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=_split(CTAS))
+    a_rings = (
+        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], OWN),
+        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], OWN),
+    )
     if TRANSPOSED:
-        b_ring = gl.allocate_shared_memory(KIND, [STAGES, COLUMNS, DEPTH], SWIZZLED)
+        b_ring = gl.allocate_shared_memory(KIND, [STAGES, COLUMNS, DEPTH], SHARED)
     else:
-        b_ring = gl.allocate_shared_memory(KIND, [STAGES, DEPTH, COLUMNS], SWIZZLED)
-    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, 64, 64], STAGED)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        b_ring = gl.allocate_shared_memory(KIND, [STAGES, DEPTH, COLUMNS], SHARED)
+    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, ROWS, 64], STAGED)
+    ready = mbarrier.allocate_mbarrier(batch=STAGES)
+    free = mbarrier.allocate_mbarrier(batch=STAGES)
+    free_everywhere = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=CTAS > 1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=129 if GATHER else 1)
         mbarrier.init(free.index(stage), count=2)
+        mbarrier.init(free_everywhere.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 0, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
-                a_ring, b_ring, buffers, ready, free,
+                a_rings[0], b_ring, buffers, ready, free, free_everywhere,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_consume, (
                 1, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
-                a_ring, b_ring, buffers, ready, free,
+                a_rings[1], b_ring, buffers, ready, free, free_everywhere,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_produce, (
-                lhs, rhs, rows_ptr, table_ptr, a_ring, b_ring, ready, free,
+                lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free, free_everywhere,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, MATRICES, INNER, TRANSPOSED, GATHER, PAIR,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
             )),

@@ -88,6 +88,22 @@ class _CountingLibrary:
         return self._library.TritonKernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
 
 
+class _GluonPasses:
+    """A compiler whose passes up to Triton's GPU dialect are those for Gluon."""
+
+    def __init__(self, backend: tp.Any):
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> tp.Any:
+        return getattr(self._backend, name)
+
+    def make_ttir(self, module, metadata, options, capability):
+        return module
+
+    def make_ttgir(self, module, metadata, options, capability):
+        return self._backend.gluon_to_ttgir(module, metadata, options, capability)
+
+
 @functools.cache
 def _count_worker_warps() -> bool:
     """Has jax-triton launch every warp of `WARP_SPECIALISED`; returns whether it will.
@@ -110,16 +126,26 @@ def _count_worker_warps() -> bool:
     if not hasattr(library, "TritonKernel"):  # no GPU plugin
         return False
     triton_lib.triton_kernel_call_lib = _CountingLibrary(library)
+    compile_ttir = triton_lib.compile_ttir_to_ptx_inplace
+
+    def compile_module(module, backend, options, capability):
+        if module.get_entry_func_name() == WARP_SPECIALISED:
+            backend = _GluonPasses(backend)
+        return compile_ttir(module, backend, options, capability)
+
+    triton_lib.compile_ttir_to_ptx_inplace = compile_module
     return True
 
 
-def call(kernel, *args, out_type, grid, name, num_warps=4, num_stages=2, **parameters):
+def call(
+    kernel, *args, out_type, grid, name, num_warps=4, num_stages=2, num_ctas=1, **parameters
+):  # fmt: skip
     """`jax_triton.triton_call` with one fixed configuration for `chip()`."""
     import jax_triton
 
     outs = jax_triton.triton_call(
         *args, kernel=kernel, out_type=out_type, grid=grid, name=name, num_warps=num_warps,
-        num_stages=num_stages, compute_capability=chip().capability,
+        num_stages=num_stages, num_ctas=num_ctas, compute_capability=chip().capability,
         backend_options={"enable_fp_fusion": True}, **parameters,
     )  # fmt: skip
     # Inside jax.shard_map results vary over the axes that any operand varies over.
