@@ -36,7 +36,7 @@ class Product:
     k: int
     branches: int
     fused: bool
-    tiles: tuple | None
+    tiles: tuple
     specialised: bool = False
     short_sums: int | None = None
 
@@ -78,7 +78,7 @@ class Case:
     branches: int = 2
     biases: bool = False
     scale_ub: float | None = None
-    apply_to: str = "output"
+    apply_to: tp.Literal["output", "input"] = "output"
     dtype: str = "bfloat16"
 
 

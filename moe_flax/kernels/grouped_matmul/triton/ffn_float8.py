@@ -30,9 +30,7 @@ class Float8Call:
     down: configs.Tiles
 
 
-def make_call(
-    activation: Activation, scale_ub: float | None, wi: jax.Array, ids: jax.Array
-) -> Float8Call:
+def make_call(activation: Activation, scale_ub: float | None, wi, ids) -> Float8Call:
     """Chooses the tiles for wi [E, J, F, D] and ids [T, K]."""
     experts, branches, hidden, features = wi.shape
     chip, rows = launch.chip(), ids.size
