@@ -184,6 +184,7 @@ def assemble(kernel: Kernel, capability: int) -> dict:
         "threads": int(re.findall(r"\.reqntid\s+(\d+)", text)[0]),
         "threads_launched": kernel.warps * 32,
         "wgmma": text.count("wgmma.mma_async"),
+        "float8_products": len(re.findall(r"wgmma.mma_async\S*\.e4m3\.e4m3", text)),
         "tcgen05": text.count("tcgen05.mma"),
         "mma": text.count("mma.sync"),
         "tma_loads": text.count("cp.async.bulk.tensor"),

@@ -149,7 +149,15 @@ def jobs(parts: tp.Sequence[str]) -> list:
         found.append(Quantise("shapes", f"{model} tokens", tokens, features, copies=top_k))
         found.append(Quantise("shapes", f"{model} hidden", rows, hidden))
         found.append(Quantise("shapes", f"{model} pre", rows, hidden, gated=True))
+    found.sort(key=in_clusters)  # last: stable otherwise
     return [job for job in found if job.part in parts]
+
+
+def in_clusters(job) -> bool:
+    """Whether a job's kernels run on clusters of two blocks."""
+    if isinstance(job, Product):
+        return job.specialised and job.tiles[0] == 256
+    return isinstance(job, Layer) and job.variant == "clusters"
 
 
 def function_of(job) -> tp.Callable:
@@ -463,7 +471,7 @@ def main() -> None:
     pool = concurrent.futures.ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 3), context)
     lowered = [pool.submit(export, job) for job in work]
     os.environ["JAX_PLATFORMS"] = platforms
-    threads = concurrent.futures.ThreadPoolExecutor(3)
+    threads = concurrent.futures.ThreadPoolExecutor(6)
     compiled = [
         threads.submit(lambda j=job, x=x: compile_job(x.result(), j))
         for job, x in zip(work, lowered, strict=True)
