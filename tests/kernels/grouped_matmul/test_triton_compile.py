@@ -57,7 +57,7 @@ def test_kernels_compile_within_the_chips_limits(capability, tmp_path):
     if capability == 90:
         for row in (r for r in float8 if r["case"] in ("float8", "float8, activation apart")):
             assert row["float8_products"] == row["wgmma"] > 0, row
-            assert row["wgmma_in_flight"] and row["tma_loads"], row
+            assert min(row["wgmma_in_flight"], row["tma_loads"]) > 0, row
     if capability == 100:
         assert all(r["tcgen05"] for r in float8 if "about" not in r["case"])
     if capability == 80:
