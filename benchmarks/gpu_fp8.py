@@ -123,9 +123,10 @@ def jobs(parts: tp.Sequence[str]) -> list:
             )
         )
     for model in MODELS:
-        for tokens in (16384, 4096):
+        for tokens in (16384, 4096, 256):
             for variant in ("bf16", "fused", "apart", "specialised", "clusters"):
-                found.append(Layer("layers", model, tokens, variant))
+                if tokens > 256 or variant in ("bf16", "fused"):
+                    found.append(Layer("layers", model, tokens, variant))
     for model, tokens in (("mixtral-8x7b", 16384), ("qwen3-30b-a3b", 16384),
                           ("deepseek-v3-ep8", 8192)):  # fmt: skip
         experts, top_k, features, hidden = MODELS[model]
