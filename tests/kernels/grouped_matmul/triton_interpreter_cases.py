@@ -10,7 +10,9 @@ import triton_interpreter
 import moe_flax
 from moe_flax.activations import resolve_activation
 from moe_flax.experts import expert_ffn_reference
-from moe_flax.kernels.grouped_matmul.triton import ffn, launch
+from moe_flax.experts_float8 import sorted_float8_ffn
+from moe_flax.kernels.grouped_matmul.triton import ffn, ffn_float8, launch, quantizing
+from moe_flax.quantize import quantize_rows
 
 # T, E, K, D, F, activation, branches, biases
 CASES = {
@@ -63,7 +65,47 @@ def errors(case: tuple, batch: tuple[int, ...]) -> list[float]:
     ]
 
 
+def float8_errors() -> list[float]:
+    """Of the float8 layer against its emulation, and of quantised rows (elements that differ)."""
+    experts, features, hidden = 4, 32, 48
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    x = jax.random.normal(next(keys), (16, features)).at[1].set(0).at[2].multiply(100)
+    wi, wi_scale = quantize_rows(jax.random.normal(next(keys), (experts, 2, hidden, features)) / 6)
+    wo, wo_scale = quantize_rows(jax.random.normal(next(keys), (experts, features, hidden)) / 6)
+    scores, ids = jax.lax.top_k(jax.random.normal(next(keys), (16, experts)), 2)
+    routing = moe_flax.Routing(ids.at[0, 0].set(experts), jax.nn.softmax(scores))
+    options = {
+        "activation": resolve_activation("gpt_oss"),
+        "wi_bias": jax.random.normal(next(keys), wi.shape[:-1]),
+        "wo_bias": jax.random.normal(next(keys), wo.shape[:-1]),
+        "wi_scale": wi_scale,
+        "wo_scale": wo_scale,
+        "scale_ub": 3.0,
+    }
+    with launch.compile_for(89):  # the first that has float8 and no descriptors
+        y = ffn_float8.expert_ffn(x, wi, wo, routing, **options)
+    wanted = sorted_float8_ffn(
+        x, wi, wo, routing, precision="highest", backend="reference", **options
+    )
+    errors = [float(jnp.linalg.norm(y - wanted) / jnp.linalg.norm(wanted))]
+
+    x = x.at[3, 1].set(jnp.nan)
+    for quantizing._WIDEST in (8, 64):  # in several passes, and in one
+        for bound in (None, 3.0):
+            values, scales = quantizing.quantize_rows(x, scale_ub=bound)
+            others, wanted = quantize_rows(x, scale_ub=bound)
+            a, b = values.astype(jnp.float32), others.astype(jnp.float32)
+            errors.append(float(jnp.sum((a != b) & ~(jnp.isnan(a) & jnp.isnan(b)))))
+            apart = jnp.abs(scales / wanted[:, 0] - 1)
+            errors.append(float(jnp.max(jnp.where(jnp.isnan(wanted[:, 0]), 0, apart))))
+            errors.append(float(jnp.sum(jnp.isnan(scales) != jnp.isnan(wanted[:, 0]))))
+    return errors
+
+
 if __name__ == "__main__":
     launch.call = triton_interpreter.call
     name = sys.argv[1]
-    print(json.dumps(errors(CASES[name], (BATCH,) if name == "batched" else ())))
+    if name == "float8":
+        print(json.dumps(float8_errors()))
+    else:
+        print(json.dumps(errors(CASES[name], (BATCH,) if name == "batched" else ())))

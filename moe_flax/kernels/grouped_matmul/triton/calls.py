@@ -50,6 +50,8 @@ def product(
     bias: jax.Array | None = None,
     activation: Activation | None = None,
     precision: str | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+    short_sums: int | None = None,
 ) -> jax.Array:
     """Runs one grouped product over sorted rows; rows without a tile in the plan stay unwritten.
 
@@ -63,6 +65,8 @@ def product(
       bias: [G, J, N].
       activation: fused behind the product.
       precision: of float32 operands, as `dot_precision` returns it.
+      scales: of 8-bit operands, which have no bits for them: [rows] and [G, J, N] float32.
+      short_sums: how many 8-bit products Hopper adds in fewer bits at a time; None is all.
 
     Returns:
       [rows, J, N]; [rows, N] with an activation; [rows, 1, N] where J was contracted.
@@ -92,9 +96,10 @@ def product(
     if tiles.specialised:
         return launch.call(
             hopper.specialised_product_kernel,
-            *_hopper_operands(lhs, flat, gather, transposed, blocks),
-            bias, gather, plan.table, out_type=out, grid=programs, num_warps=4, num_ctas=blocks,
-            name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows, STAGES=tiles.stages, **common,
+            *_hopper_operands(lhs, flat, gather, transposed, blocks, activation and matrices == 2),
+            *(scales or (None, None)), bias, gather, plan.table, out_type=out, grid=programs,
+            num_warps=4, num_ctas=blocks, name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows,
+            STAGES=tiles.stages, **common,
         )  # fmt: skip
     block = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
     rhs_descriptor = _descriptor(flat, (1, *block))
@@ -103,28 +108,32 @@ def product(
         lhs_block = (tiles.rows, tiles.depth) if inner == 1 else (tiles.rows, 1, tiles.depth)
         lhs_descriptor = _descriptor(lhs, lhs_block)
     return launch.call(
-        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, bias, gather, plan.table,
-        out_type=out, grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
-        name=f"moe_product_{epilogue}",
+        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, *(scales or (None, None)),
+        bias, gather, plan.table, out_type=out, grid=programs, num_warps=tiles.warps,
+        num_stages=tiles.stages, name=f"moe_product_{epilogue}",
         LHS_DESCRIPTOR=lhs_descriptor is not None, RHS_DESCRIPTOR=rhs_descriptor is not None,
         ROWS=rows, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, **common,
+        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, SHORT_SUMS=short_sums, **common,
     )  # fmt: skip
 
 
-def _hopper_operands(lhs, rhs, gather, transposed, blocks):
+def _hopper_operands(lhs, rhs, gather, transposed, blocks, pair):
+    """Descriptors; a transposed pair of branches is loaded 64 columns at a time, in turns."""
     import jax_triton
     from triton.experimental.gluon import language as gl
 
+    size = rhs.dtype.itemsize
+    depth = 128 // size
+
     def layout(basis):
-        return gl.NVMMASharedLayout(128, 16, 2, cga_layout=[basis] if blocks == 2 else [])
+        return gl.NVMMASharedLayout(128, 8 * size, 2, cga_layout=[basis] if blocks == 2 else [])
 
     flat = rhs.reshape(-1, rhs.shape[-1])
-    rhs_block = (256, 64) if transposed else (64, 64)
+    rhs_block = (64 if pair else 256, depth) if transposed else (depth, 64)
     rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout([0, 0]))
     if gather is None:
         lhs = lhs.reshape(lhs.shape[0], -1)
-        lhs = jax_triton.TensorDescriptor.from_array(lhs, (64 * blocks, 64), layout([1, 0]))
+        lhs = jax_triton.TensorDescriptor.from_array(lhs, (64 * blocks, depth), layout([1, 0]))
     return lhs, rhs
 
 
@@ -150,7 +159,7 @@ def contraction(
     rows = lhs.shape[0]
     lhs_tiles = _descriptor(lhs.reshape(rows, -1), (tiles.rows, tiles.depth))
     grad_tiles = _descriptor(grad.reshape(rows, -1), (tiles.rows, tiles.columns))
-    # The accelerator reads from multiples of 16 bytes only, and branches start at multiples of K, N.
+    # Tiles start at multiples of 16 bytes only, and branches at multiples of K and N.
     starts = ([k] if lhs_branches > 1 else []) + ([n] if grad_branches > 1 else [])
     aligned = all(start * lhs.dtype.itemsize % 16 == 0 for start in starts)
     if lhs_tiles is None or grad_tiles is None or not aligned:

@@ -82,6 +82,16 @@ def fused_tiles(
     return Tiles(128, 256 // branches, depth, 8, 3), True
 
 
+def float8_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, branches: int = 1) -> Tiles:
+    """Tiles of a product of 8-bit operands; with branches, fused with the activation."""
+    height = rows_class(rows, groups)
+    if not chip.tma:
+        return Tiles(height, 128 // branches, 64, 4 if height < 128 else 8, 3)
+    if height < 128:
+        return Tiles(height, 256 // branches, 128, 4, 4)
+    return Tiles(128, 256 // branches, 128, 8, 4)
+
+
 def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
     """Tiles of a contraction: `rows` are summed, `depth` x `columns` are written."""
     if itemsize == 4:

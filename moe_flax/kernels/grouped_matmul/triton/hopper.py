@@ -1,6 +1,7 @@
 """The grouped product for Hopper: warp-specialised, tiles of 128 rows by 256 columns a block.
 
-The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64. One
+The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64, and for
+8-bit ones whose K is a multiple of 16 (transposed matrices only, as the chip asks). One
 partition of warps loads (gathered rows by asynchronous copies, the rest by the tensor memory
 accelerator) through a ring of stages; two partitions of four warps each multiply half of the rows.
 Loading runs ahead into the next tile, so that it hides behind the epilogue, and a tile of half its
@@ -29,7 +30,6 @@ from moe_flax.kernels.grouped_matmul.triton.activation import activate
 
 HALF: gl.constexpr = gl.constexpr(64)  # rows of a block that one partition multiplies
 COLUMNS: gl.constexpr = gl.constexpr(256)
-DEPTH: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
@@ -68,9 +68,10 @@ def _produce(
 ):  # fmt: skip
     CTAS: gl.constexpr = gl.num_ctas()
     ROWS: gl.constexpr = HALF * CTAS
-    K_BLOCKS: gl.constexpr = K // DEPTH
-    SIZE: gl.constexpr = rhs.dtype.primitive_bitwidth // 8
-    BYTES: gl.constexpr = ((0 if GATHER else 2 * HALF) + COLUMNS) * DEPTH * SIZE
+    BITS: gl.constexpr = rhs.dtype.primitive_bitwidth
+    DEPTH: gl.constexpr = 1024 // BITS
+    K_BLOCKS: gl.constexpr = (K + DEPTH - 1) // DEPTH
+    BYTES: gl.constexpr = ((0 if GATHER else 2 * HALF) + COLUMNS) * 128
     tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), tiles * COLUMN_TILES, PROGRAMS):
@@ -112,12 +113,18 @@ def _produce(
                     mbarrier.wait(free_everywhere.index(stage), phase ^ 1)
                 chunks = b_ring.index(stage)
                 if TRANSPOSED:
-                    if INNER == 1:
+                    if PAIR:
+                        for c in gl.static_range(4):
+                            place = [(matrix * 2 + c % 2) * N + n + c // 2 * 64, k]
+                            chunk = chunks.slice(c * 64, 64, 0)
+                            tma.async_load(rhs, place, full, chunk, multicast=CTAS > 1)
+                    elif INNER == 1:
                         place = [matrix * N + n, k]
+                        tma.async_load(rhs, place, full, chunks, multicast=CTAS > 1)
                     else:
                         j = block // K_BLOCKS
                         place = [(matrix * INNER + j) * N + n, k - j * K]
-                    tma.async_load(rhs, place, full, chunks, multicast=CTAS > 1)
+                        tma.async_load(rhs, place, full, chunks, multicast=CTAS > 1)
                 else:
                     quarters = chunks._reinterpret(
                         rhs.dtype,
@@ -184,7 +191,7 @@ def _release(stage, free, free_everywhere):
 
 @gluon.jit
 def _consume(
-    INDEX: gl.constexpr, bias_ptr, table_ptr, out_ptr,
+    INDEX: gl.constexpr, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
     a_ring, b_ring, buffers, ready, free, free_everywhere,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
@@ -195,11 +202,13 @@ def _consume(
     BEFORE: gl.constexpr,
 ):  # fmt: skip
     PAIR: gl.constexpr = EPILOGUE == "activate" and BRANCHES == 2
-    STEPS: gl.constexpr = INNER * (K // DEPTH)
+    BITS: gl.constexpr = a_ring.dtype.primitive_bitwidth
+    DEEP: gl.constexpr = 256 // BITS
+    STEPS: gl.constexpr = INNER * ((K * BITS + 1023) // 1024)
     ROWS: gl.constexpr = HALF * gl.num_ctas()
     SPLIT: gl.constexpr = _split(gl.num_ctas())
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16], cga_layout=SPLIT)
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], cga_layout=SPLIT)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, DEEP], cga_layout=SPLIT)
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEEP], cga_layout=SPLIT)
     buffer = buffers.index(INDEX)
     tiles = gl.load(table_ptr)
     step = 0
@@ -213,6 +222,11 @@ def _consume(
         if group < GROUPS:
             end = gl.load(table_ptr + 2 + group)
             if row < end:
+                scale = rhs_scale_ptr
+                if lhs_scale_ptr is not None:
+                    ms = row + gl.arange(0, ROWS, gl.SliceLayout(1, PART))
+                    row_scale = gl.load(lhs_scale_ptr + ms, mask=ms < end, other=0.0)[:, None]
+                    scale = rhs_scale_ptr + (group * BRANCHES + branch) * N
                 zeros = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
                 a, b = _operands(a_ring, b_ring, ready, step, STAGES, TRANSPOSED, GATHER)
                 acc = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
@@ -239,6 +253,10 @@ def _consume(
                         up = gl.convert_layout(
                             quarters[c * WIDTH + WIDTH - 1], PART, assert_trivial=True
                         )
+                        if lhs_scale_ptr is not None:
+                            first *= row_scale * _columns(scale, at, N, PART)[None, :]
+                            if PAIR:
+                                up *= row_scale * _columns(scale + N, at, N, PART)[None, :]
                         if bias_ptr is not None:
                             first += _columns(bias, at, N, PART)[None, :]
                             if PAIR:
@@ -249,6 +267,8 @@ def _consume(
                     for c in gl.static_range(4):
                         at = n + c * 64
                         y = gl.convert_layout(quarters[c], PART, assert_trivial=True)
+                        if lhs_scale_ptr is not None:
+                            y *= row_scale * _columns(scale, at, N, PART)[None, :]
                         if bias_ptr is not None:
                             y += _columns(bias, at, N, PART)[None, :]
                         _store(y, out_ptr + branch * N, BRANCHES * N, row, end, at, buffer, N)
@@ -274,7 +294,7 @@ def _columns(ptr, n, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def specialised_product_kernel(
-    lhs, rhs, bias_ptr, rows_ptr, table_ptr, out_ptr,
+    lhs, rhs, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, rows_ptr, table_ptr, out_ptr,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -292,8 +312,11 @@ def specialised_product_kernel(
     KIND: gl.constexpr = rhs.dtype
     CTAS: gl.constexpr = gl.num_ctas()
     ROWS: gl.constexpr = HALF * CTAS
-    OWN: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=_split(CTAS))
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=_copied(CTAS))
+    BITS: gl.constexpr = KIND.primitive_bitwidth
+    DEPTH: gl.constexpr = 1024 // BITS
+    OWN: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=_split(CTAS))
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=_copied(CTAS))
+    STAGED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=_split(CTAS))
     a_rings = (
         gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], OWN),
         gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], OWN),
@@ -302,7 +325,7 @@ def specialised_product_kernel(
         b_ring = gl.allocate_shared_memory(KIND, [STAGES, COLUMNS, DEPTH], SHARED)
     else:
         b_ring = gl.allocate_shared_memory(KIND, [STAGES, DEPTH, COLUMNS], SHARED)
-    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, ROWS, 64], OWN)
+    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, ROWS, 64], STAGED)
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     free = mbarrier.allocate_mbarrier(batch=STAGES)
     free_everywhere = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=CTAS > 1)
@@ -314,14 +337,14 @@ def specialised_product_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, bias_ptr, table_ptr, out_ptr,
+                0, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
                 a_rings[0], b_ring, buffers, ready, free, free_everywhere,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_consume, (
-                1, bias_ptr, table_ptr, out_ptr,
+                1, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
                 a_rings[1], b_ring, buffers, ready, free, free_everywhere,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,

@@ -34,6 +34,11 @@ class Chip:
         return self.capability >= 90
 
     @property
+    def float8(self) -> bool:
+        """Whether float8 operands are multiplied as they are."""
+        return self.capability >= 89
+
+    @property
     def wgmma(self) -> bool:
         """Whether the warp-specialised Hopper kernels apply."""
         return self.capability == 90 and _count_worker_warps()
