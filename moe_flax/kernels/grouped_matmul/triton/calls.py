@@ -85,8 +85,6 @@ def product(
         return jnp.zeros(out.shape, out.dtype)
     column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
-    blocks = tiles.rows // 128 if tiles.specialised else 1  # of a cluster
-    programs = max(programs // blocks, 1)
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
     common: dict[str, tp.Any] = dict(
         K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches, INNER=inner,
@@ -96,9 +94,9 @@ def product(
     if tiles.specialised:
         return launch.call(
             hopper.specialised_product_kernel,
-            *_hopper_operands(lhs, flat, gather, transposed, blocks, activation and matrices == 2),
+            *_hopper_operands(lhs, flat, gather, transposed, activation and matrices == 2),
             *(scales or (None, None)), bias, gather, plan.table, out_type=out, grid=programs,
-            num_warps=4, num_ctas=blocks, name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows,
+            num_warps=4, name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows,
             STAGES=tiles.stages, **common,
         )  # fmt: skip
     block = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
@@ -117,23 +115,20 @@ def product(
     )  # fmt: skip
 
 
-def _hopper_operands(lhs, rhs, gather, transposed, blocks, pair):
+def _hopper_operands(lhs, rhs, gather, transposed, pair):
     """Descriptors; a transposed pair of branches is loaded 64 columns at a time, in turns."""
     import jax_triton
     from triton.experimental.gluon import language as gl
 
     size = rhs.dtype.itemsize
     depth = 128 // size
-
-    def layout(basis):
-        return gl.NVMMASharedLayout(128, 8 * size, 2, cga_layout=[basis] if blocks == 2 else [])
-
+    layout = gl.NVMMASharedLayout(128, 8 * size, 2)
     flat = rhs.reshape(-1, rhs.shape[-1])
     rhs_block = (64 if pair else 256, depth) if transposed else (depth, 64)
-    rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout([0, 0]))
+    rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout)
     if gather is None:
         lhs = lhs.reshape(lhs.shape[0], -1)
-        lhs = jax_triton.TensorDescriptor.from_array(lhs, (64 * blocks, depth), layout([1, 0]))
+        lhs = jax_triton.TensorDescriptor.from_array(lhs, (64, depth), layout)
     return lhs, rhs
 
 

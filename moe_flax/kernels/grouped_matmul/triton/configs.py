@@ -14,7 +14,7 @@ class Tiles:
       warps, stages: per program, and of the software pipeline.
       span: row tiles that share columns before the next columns come.
       programs: per multiprocessor.
-      specialised: use the warp-specialised Hopper kernel; with 256 rows, on clusters of two blocks.
+      specialised: use the warp-specialised Hopper kernel.
     """
 
     rows: int
@@ -47,6 +47,11 @@ def _specialised(chip: Chip, k: int, n: int, itemsize: int) -> bool:
     return chip.wgmma and itemsize == 2 and k % 64 == 0 and k > 64 and n % 8 == 0
 
 
+def _whole(n: int) -> bool:
+    """Whether columns fill the tiles of the warp-specialised kernel, as it needs to be quick."""
+    return n % 256 == 0
+
+
 def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
     """Tiles of a plain product of [rows, k] with [groups, k, n]."""
     height = rows_class(rows, groups)
@@ -55,14 +60,17 @@ def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: 
         return _small(chip, height, depth, 1)
     if not chip.tma or itemsize > 2:
         return Tiles(128, 128, depth // 2, 8, 3)
-    if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
+    # Where a tile is soon done, loads that run ahead into the next one pay.
+    soon = rows <= groups * 128 or (k < 1024 and _whole(n))
+    if soon and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256, 64, 4, 4, specialised=True)
     return Tiles(128, 256, depth, 8, 4)
 
 
 def summed_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
     """Tiles of a plain product that is summed over branches, the gradient by the tokens' rows."""
-    if rows_class(rows, groups) == 128 and _specialised(chip, k, n, itemsize):
+    long = rows_class(rows, groups) == 128 and _whole(n)
+    if long and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256, 64, 4, 4, specialised=True)
     return product_tiles(chip, rows, groups, k, n, itemsize)
 
@@ -79,7 +87,7 @@ def fused_tiles(
         return Tiles(128, 128 // branches, depth // 2, 8, 3), False
     if (rows <= groups * 128 or n < 1024) and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256 // branches, 64, 4, 4, specialised=True), False
-    return Tiles(128, 256 // branches, depth, 8, 3), True
+    return Tiles(128, 256 // branches, depth, 8, 4), True
 
 
 def float8_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, branches: int = 1) -> Tiles:

@@ -1,4 +1,4 @@
-"""The grouped product for Hopper: warp-specialised, tiles of 128 rows by 256 columns a block.
+"""The grouped product for Hopper: warp-specialised, tiles of 128 rows by 256 columns.
 
 The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64, and for
 8-bit ones whose K is a multiple of 16 (transposed matrices only, as the chip asks). One
@@ -6,10 +6,6 @@ partition of warps loads (gathered rows by asynchronous copies, the rest by the 
 accelerator) through a ring of stages; two partitions of four warps each multiply half of the rows.
 Loading runs ahead into the next tile, so that it hides behind the epilogue, and a tile of half its
 rows costs one partition's work.
-
-Launched with `num_ctas=2`, two blocks make a cluster and a tile has 256 rows: each block loads rows
-of its own, and the columns come once, by multicast, into both: what bounds long products without
-it is the way from the L2 cache.
 """
 
 # Checkers take `import triton` for this package.
@@ -28,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_flax.kernels.grouped_matmul.triton.activation import activate
 
-HALF: gl.constexpr = gl.constexpr(64)  # rows of a block that one partition multiplies
+ROWS: gl.constexpr = gl.constexpr(64)  # that one partition multiplies
 COLUMNS: gl.constexpr = gl.constexpr(256)
 
 
@@ -45,33 +41,19 @@ def _find_tile(table_ptr, tile, tiles, GROUPS: gl.constexpr, CAPACITY: gl.conste
     return group, row, inside // height
 
 
-@gluon.constexpr_function
-def _split(ctas):
-    """The layout over blocks of a tensor whose rows are shared out among them."""
-    return [[1, 0]] if ctas == 2 else []
-
-
-@gluon.constexpr_function
-def _copied(ctas):
-    """The same for one that each block has whole."""
-    return [[0, 0]] if ctas == 2 else []
-
-
 @gluon.jit
 def _produce(
-    lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free, free_everywhere,
+    lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, MATRICES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, GATHER: gl.constexpr, PAIR: gl.constexpr,
     COLUMN_TILES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, SPAN: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    CTAS: gl.constexpr = gl.num_ctas()
-    ROWS: gl.constexpr = HALF * CTAS
     BITS: gl.constexpr = rhs.dtype.primitive_bitwidth
     DEPTH: gl.constexpr = 1024 // BITS
     K_BLOCKS: gl.constexpr = (K + DEPTH - 1) // DEPTH
-    BYTES: gl.constexpr = ((0 if GATHER else 2 * HALF) + COLUMNS) * 128
+    BYTES: gl.constexpr = ((0 if GATHER else 2 * ROWS) + COLUMNS) * 128
     tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), tiles * COLUMN_TILES, PROGRAMS):
@@ -109,41 +91,36 @@ def _produce(
                     for half in gl.static_range(2):
                         place = [row + half * ROWS, k]
                         tma.async_load(lhs, place, full, a_rings[half].index(stage))
-                if CTAS > 1:
-                    mbarrier.wait(free_everywhere.index(stage), phase ^ 1)
                 chunks = b_ring.index(stage)
                 if TRANSPOSED:
                     if PAIR:
                         for c in gl.static_range(4):
                             place = [(matrix * 2 + c % 2) * N + n + c // 2 * 64, k]
                             chunk = chunks.slice(c * 64, 64, 0)
-                            tma.async_load(rhs, place, full, chunk, multicast=CTAS > 1)
+                            tma.async_load(rhs, place, full, chunk)
                     elif INNER == 1:
                         place = [matrix * N + n, k]
-                        tma.async_load(rhs, place, full, chunks, multicast=CTAS > 1)
+                        tma.async_load(rhs, place, full, chunks)
                     else:
                         j = block // K_BLOCKS
                         place = [(matrix * INNER + j) * N + n, k - j * K]
-                        tma.async_load(rhs, place, full, chunks, multicast=CTAS > 1)
+                        tma.async_load(rhs, place, full, chunks)
                 else:
                     quarters = chunks._reinterpret(
-                        rhs.dtype,
-                        [4, DEPTH, 64],
-                        gl.NVMMASharedLayout(128, 16, 2, cga_layout=_copied(CTAS)),
+                        rhs.dtype, [4, DEPTH, 64], gl.NVMMASharedLayout(128, 16, 2)
                     )
                     for c in gl.static_range(4):
                         if PAIR:
                             place = [(matrix * 2 + c % 2) * K + k, n + c // 2 * 64]
                         else:
                             place = [matrix * K + k, n + c * 64]
-                        tma.async_load(rhs, place, full, quarters.index(c), multicast=CTAS > 1)
+                        tma.async_load(rhs, place, full, quarters.index(c))
                 step += 1
 
 
 @gluon.jit
 def _quarters(acc):
-    """[rows, 256] -> four [rows, 64], columns 0:64, 64:128, 128:192 and 192:256."""
-    ROWS: gl.constexpr = acc.shape[0]
+    """[64, 256] -> four [64, 64], columns 0:64, 64:128, 128:192 and 192:256."""
     low, high = acc.reshape([ROWS, 2, 128]).permute(0, 2, 1).split()
     a, b = low.reshape([ROWS, 2, 64]).permute(0, 2, 1).split()
     c, d = high.reshape([ROWS, 2, 64]).permute(0, 2, 1).split()
@@ -152,14 +129,12 @@ def _quarters(acc):
 
 @gluon.jit
 def _store(values, out_ptr, pitch, row, end, n, buffer, N: gl.constexpr):
-    """Writes [rows, 64] to out[row:end, n:N] through shared memory, 16 bytes a thread."""
-    WIDE: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [4, 8], [4, 1], [1, 0], cga_layout=_split(gl.num_ctas())
-    )
+    """Writes [64, 64] to out[row:end, n:N] through shared memory, 16 bytes a thread."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     buffer.store(values.to(out_ptr.dtype.element_ty))
     gl.barrier()
     tile = buffer.load(WIDE)
-    ms = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, WIDE))
+    ms = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     ns = n + gl.arange(0, 64, gl.SliceLayout(0, WIDE))
     pointers = out_ptr + (ms.to(gl.int64) * pitch)[:, None] + ns[None, :]
     gl.store(pointers, tile, mask=(ms < end)[:, None] & (ns < N)[None, :])
@@ -182,17 +157,9 @@ def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr,
 
 
 @gluon.jit
-def _release(stage, free, free_everywhere):
-    """Lets the stage be loaded again, here and, for what is multicast, by the leading block."""
-    mbarrier.arrive(free.index(stage))
-    if gl.num_ctas() > 1:
-        mbarrier.arrive(free_everywhere.index(stage))
-
-
-@gluon.jit
 def _consume(
     INDEX: gl.constexpr, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
-    a_ring, b_ring, buffers, ready, free, free_everywhere,
+    a_ring, b_ring, buffers, ready, free,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, GATHER: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -205,10 +172,8 @@ def _consume(
     BITS: gl.constexpr = a_ring.dtype.primitive_bitwidth
     DEEP: gl.constexpr = 256 // BITS
     STEPS: gl.constexpr = INNER * ((K * BITS + 1023) // 1024)
-    ROWS: gl.constexpr = HALF * gl.num_ctas()
-    SPLIT: gl.constexpr = _split(gl.num_ctas())
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, DEEP], cga_layout=SPLIT)
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEEP], cga_layout=SPLIT)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, DEEP])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEEP])
     buffer = buffers.index(INDEX)
     tiles = gl.load(table_ptr)
     step = 0
@@ -236,10 +201,10 @@ def _consume(
                     a, b = _operands(a_ring, b_ring, ready, step, STAGES, TRANSPOSED, GATHER)
                     acc = warpgroup_mma(a, b, acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=(acc,))  # the stage before is done with
-                    _release((step + STAGES - 1) % STAGES, free, free_everywhere)
+                    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
                     step += 1
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                _release((step + STAGES - 1) % STAGES, free, free_everywhere)
+                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
                 q0, q1, q2, q3 = _quarters(acc)
                 quarters = (q0, q1, q2, q3)
                 bias = bias_ptr
@@ -276,7 +241,7 @@ def _consume(
                 for _ in range(STEPS):
                     stage = step % STAGES
                     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                    _release(stage, free, free_everywhere)
+                    mbarrier.arrive(free.index(stage))
                     step += 1
         else:
             zeros = gl.zeros([ROWS, 64], gl.float32, PART)
@@ -310,48 +275,43 @@ def specialised_product_kernel(
     )
     COLUMN_TILES: gl.constexpr = COLUMN_BLOCKS * MATRICES
     KIND: gl.constexpr = rhs.dtype
-    CTAS: gl.constexpr = gl.num_ctas()
-    ROWS: gl.constexpr = HALF * CTAS
     BITS: gl.constexpr = KIND.primitive_bitwidth
     DEPTH: gl.constexpr = 1024 // BITS
-    OWN: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=_split(CTAS))
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2, cga_layout=_copied(CTAS))
-    STAGED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=_split(CTAS))
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    STAGED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     a_rings = (
-        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], OWN),
-        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], OWN),
+        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], SWIZZLED),
+        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], SWIZZLED),
     )
     if TRANSPOSED:
-        b_ring = gl.allocate_shared_memory(KIND, [STAGES, COLUMNS, DEPTH], SHARED)
+        b_ring = gl.allocate_shared_memory(KIND, [STAGES, COLUMNS, DEPTH], SWIZZLED)
     else:
-        b_ring = gl.allocate_shared_memory(KIND, [STAGES, DEPTH, COLUMNS], SHARED)
+        b_ring = gl.allocate_shared_memory(KIND, [STAGES, DEPTH, COLUMNS], SWIZZLED)
     buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, ROWS, 64], STAGED)
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     free = mbarrier.allocate_mbarrier(batch=STAGES)
-    free_everywhere = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=CTAS > 1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=129 if GATHER else 1)
         mbarrier.init(free.index(stage), count=2)
-        mbarrier.init(free_everywhere.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 0, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
-                a_rings[0], b_ring, buffers, ready, free, free_everywhere,
+                a_rings[0], b_ring, buffers, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_consume, (
                 1, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
-                a_rings[1], b_ring, buffers, ready, free, free_everywhere,
+                a_rings[1], b_ring, buffers, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_produce, (
-                lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free, free_everywhere,
+                lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, MATRICES, INNER, TRANSPOSED, GATHER, PAIR,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
             )),

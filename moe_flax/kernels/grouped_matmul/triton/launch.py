@@ -18,7 +18,7 @@ _target: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 
 
 WARP_SPECIALISED = "specialised_product_kernel"  # in hopper.py
-_MISCOUNTING = ("0.4.1",)  # the releases of jax-triton that `_count_worker_warps` corrects
+_CORRECTED = ("0.4.1",)  # the releases of jax-triton that `_corrected_jax_triton` knows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Chip:
     @property
     def wgmma(self) -> bool:
         """Whether the warp-specialised Hopper kernels apply."""
-        return self.capability == 90 and _count_worker_warps()
+        return self.capability == 90 and _corrected_jax_triton()
 
 
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
@@ -98,27 +98,28 @@ class _GluonPasses:
         return getattr(self._backend, name)
 
     def make_ttir(self, module, metadata, options, capability):
-        return module
+        return module  # `gluon_to_ttgir` starts from it
 
     def make_ttgir(self, module, metadata, options, capability):
         return self._backend.gluon_to_ttgir(module, metadata, options, capability)
 
 
 @functools.cache
-def _count_worker_warps() -> bool:
-    """Has jax-triton launch every warp of `WARP_SPECIALISED`; returns whether it will.
+def _corrected_jax_triton() -> bool:
+    """Has jax-triton compile and launch `WARP_SPECIALISED` rightly; returns whether it will.
 
-    Such a kernel has partitions of warps beside the ``num_warps`` of its first one. Triton writes
-    the number of threads in all into the PTX, but jax-triton 0.4.1 takes a launch's threads from
-    ``num_warps``, so that the other partitions never start and the first waits for them for ever.
-    Its reference to the library that makes launches is replaced by one that puts this right for the
-    kernel of this one name. With another jax-triton nothing is touched, and the kernel not used.
+    jax-triton 0.4.1 sends Gluon kernels through the passes for Triton's own language, which move
+    their waits, and takes a launch's threads from ``num_warps``, without the partitions beside the
+    first one: these would never start, and the first wait for them for ever. Two names in it are
+    replaced by ones that do otherwise for the kernel of this one name: its compile function, and
+    its reference to the library that makes launches, which reads the threads from the PTX. With
+    another jax-triton nothing is touched, and the kernel not used.
     """
     try:
         version = importlib.metadata.version("jax-triton")
     except importlib.metadata.PackageNotFoundError:
         return False
-    if version not in _MISCOUNTING:
+    if version not in _CORRECTED:
         return False
     import jax_triton.triton_lib as triton_lib
 
@@ -137,15 +138,13 @@ def _count_worker_warps() -> bool:
     return True
 
 
-def call(
-    kernel, *args, out_type, grid, name, num_warps=4, num_stages=2, num_ctas=1, **parameters
-):  # fmt: skip
+def call(kernel, *args, out_type, grid, name, num_warps=4, num_stages=2, **parameters):
     """`jax_triton.triton_call` with one fixed configuration for `chip()`."""
     import jax_triton
 
     outs = jax_triton.triton_call(
         *args, kernel=kernel, out_type=out_type, grid=grid, name=name, num_warps=num_warps,
-        num_stages=num_stages, num_ctas=num_ctas, compute_capability=chip().capability,
+        num_stages=num_stages, compute_capability=chip().capability,
         backend_options={"enable_fp_fusion": True}, **parameters,
     )  # fmt: skip
     # Inside jax.shard_map results vary over the axes that any operand varies over.
