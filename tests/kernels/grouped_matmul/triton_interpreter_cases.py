@@ -1,17 +1,24 @@
-"""Prints the routed FFN's errors in Triton's interpreter; a process of its own, as Triton asks."""
+"""Prints the kernels' errors in Triton's interpreter; a process of its own, as Triton asks."""
 
 import json
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton_interpreter
 
 import moe_flax
 from moe_flax.activations import resolve_activation
 from moe_flax.experts import expert_ffn_reference
 from moe_flax.experts_float8 import sorted_float8_ffn
-from moe_flax.kernels.grouped_matmul.triton import ffn, ffn_float8, launch, quantizing
+from moe_flax.kernels.grouped_matmul.triton import (
+    ffn,
+    ffn_float8,
+    launch,
+    quantizing,
+    sorting,
+)
 from moe_flax.quantize import quantize_rows
 
 # T, E, K, D, F, activation, branches, biases
@@ -102,10 +109,65 @@ def float8_errors() -> list[float]:
     return errors
 
 
+def sorting_errors() -> list[float]:
+    """How many entries of the sorted order and of its plan differ from numpy's, a case each."""
+    cases = (  # T, K, E, rows a tile, the most experts that get tokens
+        (16, 8, 128, 16, 128),
+        (100, 3, 5, 16, 5),
+        (250, 8, 128, 32, 128),
+        (700, 8, 60, 128, 60),
+        (700, 8, 60, 128, 1),
+        (2100, 2, 8, 64, 3),
+        (9000, 4, 16, 128, 16),
+        (1, 1, 1, 16, 1),
+    )
+    errors = []
+    for tokens, top_k, experts, block_rows, used in cases:
+        rng = np.random.default_rng(tokens + used)
+        ids = rng.integers(-1, used + 1, (tokens, top_k)).astype(np.int32)
+        ids[ids >= used] = experts  # no expert, as -1
+        weights = rng.normal(size=ids.shape).astype(np.float32)
+        found = sorting.sort_by_expert(jnp.asarray(ids), jnp.asarray(weights), experts, block_rows)
+        flat = np.where((ids < 0) | (ids >= experts), experts, ids).ravel()
+        order = np.argsort(flat, kind="stable")
+        sizes = np.bincount(flat, minlength=experts)[:experts]
+        placed = sizes.sum()
+        slot_row = np.full(flat.size, -1)
+        slot_row[order[:placed]] = np.arange(placed)
+        wrong = (np.asarray(found.slot_row) != slot_row).sum()
+        wrong += (np.asarray(found.row_token) != order // top_k).sum()
+        row_weight = np.where(np.arange(flat.size) < placed, weights.ravel()[order], 0)
+        wrong += (np.asarray(found.row_weight) != row_weight).sum()
+        errors.append(float(wrong + plan_errors(found.plan, sizes)))
+
+        short = rng.multinomial(tokens // 2, np.ones(experts) / experts).astype(np.int32)
+        plan = sorting.make_plan(jnp.asarray(short), tokens, block_rows, tail=True)
+        errors.append(float(plan_errors(plan, np.append(short, tokens - short.sum()))))
+    return errors
+
+
+def plan_errors(plan: sorting.Plan, sizes: np.ndarray) -> int:
+    """Entries that differ; `sizes` may have one more than the groups, of the rows past them."""
+    ends = np.cumsum(sizes)
+    tiles = [
+        (group, row)
+        for group, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        for row in range(end - size, end, plan.block_rows)
+    ]
+    table = np.asarray(plan.table)
+    groups = plan.num_groups
+    wrong = int(table[0] != len(tiles)) + int(len(tiles) > plan.capacity)
+    wrong += int((table[1 : 2 + groups] != np.append(0, ends)[: groups + 1]).sum())
+    lists = table[2 + groups :].reshape(2, plan.capacity)[:, : len(tiles)]
+    return wrong + int((lists.T != np.array(tiles).reshape(-1, 2)).sum())
+
+
 if __name__ == "__main__":
     launch.call = triton_interpreter.call
     name = sys.argv[1]
     if name == "float8":
         print(json.dumps(float8_errors()))
+    elif name == "sorting":
+        print(json.dumps(sorting_errors()))
     else:
         print(json.dumps(errors(CASES[name], (BATCH,) if name == "batched" else ())))
