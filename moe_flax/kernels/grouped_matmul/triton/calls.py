@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_flax.activations import Activation
-from moe_flax.kernels.grouped_matmul.triton import configs, hopper, launch
+from moe_flax.kernels.grouped_matmul.triton import configs, hopper, hopper_contraction, launch
 from moe_flax.kernels.grouped_matmul.triton.contraction import contraction_kernel, group_sum_kernel
 from moe_flax.kernels.grouped_matmul.triton.pointwise import activation_parameters
 from moe_flax.kernels.grouped_matmul.triton.product import product_kernel
@@ -161,13 +161,32 @@ def contraction(
         lhs_tiles = grad_tiles = None
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)
+    common: dict[str, tp.Any] = dict(
+        K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches, GRAD_BRANCHES=grad_branches,
+        SPAN=tiles.span, PROGRAMS=programs,
+    )  # fmt: skip
+    if tiles.specialised and lhs_tiles is not None:
+        return launch.call(
+            hopper_contraction.specialised_contraction_kernel, *_squares(lhs, grad), lhs, grad,
+            plan.table, out_type=out, grid=programs, num_warps=4, name="moe_contraction_sm90",
+            STAGES=tiles.stages, **common,
+        )  # fmt: skip
     return launch.call(
         contraction_kernel, lhs, grad, lhs_tiles, grad_tiles, plan.table, out_type=out,
-        grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
-        name="moe_contraction", K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches,
-        GRAD_BRANCHES=grad_branches, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, SPAN=tiles.span, PROGRAMS=programs,
+        grid=programs, num_warps=tiles.warps, num_stages=tiles.stages, name="moe_contraction",
+        PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows, BLOCK_N=tiles.columns,
+        BLOCK_K=tiles.depth, **common,
     )  # fmt: skip
+
+
+def _squares(*operands):
+    """Descriptors of [R, ..] as tiles of 64 by 64."""
+    import jax_triton
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    flat = [x.reshape(x.shape[0], -1) for x in operands]
+    return [jax_triton.TensorDescriptor.from_array(x, (64, 64), layout) for x in flat]
 
 
 def group_sum(

@@ -104,6 +104,8 @@ def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
     """Tiles of a contraction: `rows` are summed, `depth` x `columns` are written."""
     if itemsize == 4:
         return Tiles(32, 64, 64, 4, 3)
+    if chip.wgmma:
+        return Tiles(64, 256, 128, 4, 4, specialised=True)
     if chip.tma:
         return Tiles(64, 256, 128, 8, 4)
     return Tiles(32, 128, 128, 8, 4)

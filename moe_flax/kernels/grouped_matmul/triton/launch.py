@@ -17,7 +17,8 @@ _target: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 )
 
 
-WARP_SPECIALISED = "specialised_product_kernel"  # in hopper.py
+# In hopper.py and hopper_contraction.py.
+WARP_SPECIALISED = ("specialised_product_kernel", "specialised_contraction_kernel")
 _CORRECTED = ("0.4.1",)  # the releases of jax-triton that `_corrected_jax_triton` knows
 
 
@@ -83,7 +84,7 @@ class _CountingLibrary:
         return getattr(self._library, name)
 
     def TritonKernel(self, name, num_warps, num_ctas, shared_bytes, ptx, *rest):
-        if name == WARP_SPECIALISED:
+        if name in WARP_SPECIALISED:
             num_warps = int(re.findall(r"\.reqntid\s+(\d+)", ptx)[0]) // 32
         return self._library.TritonKernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
 
@@ -130,7 +131,7 @@ def _corrected_jax_triton() -> bool:
     compile_ttir = triton_lib.compile_ttir_to_ptx_inplace
 
     def compile_module(module, backend, options, capability):
-        if module.get_entry_func_name() == WARP_SPECIALISED:
+        if module.get_entry_func_name() in WARP_SPECIALISED:
             backend = _GluonPasses(backend)
         return compile_ttir(module, backend, options, capability)
 
