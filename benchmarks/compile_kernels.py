@@ -46,6 +46,7 @@ CASES = {
 FLOAT8_CASES = {
     "float8": (8192, 8, 2, 1024, 2048, "silu", 2, False, True),
     "float8, activation apart": (8192, 8, 2, 1024, 2048, "silu", 2, False, False),
+    "float8, short hidden axis": (8192, 8, 2, 1024, 512, "silu", 2, True, True),
     "float8, no gate": (8192, 8, 2, 1024, 2048, "relu2", 1, True, True),
     "float8, groups of about 64": (256, 8, 2, 1024, 2048, "gpt_oss", 2, True, True),
     "float8, groups of about 16": (64, 8, 2, 1024, 2048, "gpt_oss", 2, True, True),

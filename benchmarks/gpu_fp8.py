@@ -55,7 +55,10 @@ class Quantise:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The routed half of a model's layer: in bfloat16, or in float8 with one way to multiply."""
+    """The routed half of a model's layer: in bfloat16, or in float8 in one of several ways.
+
+    "chosen" is what the library takes; "apart" applies the activation where it quantises.
+    """
 
     part: str
     name: str
@@ -107,10 +110,17 @@ TARGET: list[tuple[tuple, bool, int | None]] = [  # tiles, specialised, short_su
     ((128, 256, 128, 4, 4), True, None),
     ((128, 256, 128, 4, 4, 4), True, None),
     ((128, 256, 128, 4, 4, 16), True, None),
-    ((256, 256, 128, 4, 4, 8), True, None),
-    ((256, 256, 128, 4, 4, 2), True, None),
-    ((256, 256, 128, 4, 4, 16), True, None),
+    ((128, 128, 128, 4, 3, 16, 2), False, None),
 ]
+CLOSE = ("qwen3-30b-a3b", "gpt-oss-120b", "llama4-scout")  # models measured in every way
+# Ways of a layer's products: tiles of the first, fused with the activation, and of the second
+WAYS: dict[str, tuple[tuple, bool, tuple, bool]] = {
+    "triton": ((128, 128, 128, 8, 4), False, (128, 256, 128, 8, 4), False),
+    "specialised": ((128, 128, 128, 4, 4), True, (128, 256, 128, 4, 4), True),
+    "specialised, wide spans": ((128, 128, 128, 4, 4, 16), True, (128, 256, 128, 4, 4, 16), True),
+    "two a multiprocessor": ((128, 64, 128, 4, 3, 8, 2), False, (128, 128, 128, 4, 3, 8, 2), False),
+    "specialised, then two": ((128, 128, 128, 4, 4), True, (128, 128, 128, 4, 3, 8, 2), False),
+}
 
 
 def jobs(parts: tp.Sequence[str]) -> list:
@@ -122,43 +132,33 @@ def jobs(parts: tp.Sequence[str]) -> list:
                 "target", "target", 16, 16384, 2048, 5120, 1, False, tiles, specialised, short_sums
             )
         )
-    for model in MODELS:
+    for model in sorted(MODELS, key=lambda name: name not in CLOSE):
         for tokens in (16384, 4096, 256):
-            for variant in ("bf16", "fused", "apart", "specialised", "clusters"):
-                if tokens > 256 or variant in ("bf16", "fused"):
-                    found.append(Layer("layers", model, tokens, variant))
-    for model, tokens in (("mixtral-8x7b", 16384), ("qwen3-30b-a3b", 16384),
-                          ("deepseek-v3-ep8", 8192)):  # fmt: skip
+            if tokens == 256:
+                variants = ["bf16", "chosen", "specialised"]
+            else:
+                variants = ["bf16", "chosen", *(WAYS if model in CLOSE else ())]
+            found += [Layer("layers", model, tokens, variant) for variant in variants]
+    for model in sorted(MODELS, key=lambda name: name not in CLOSE):
         experts, top_k, features, hidden = MODELS[model]
-        rows = tokens * top_k
+        rows = 16384 * top_k
         for name, n, k, branches, fused in (
             ("up", hidden, features, 2, False),
             ("up, fused", hidden, features, 2, True),
             ("down", features, hidden, 1, False),
         ):
-            columns = 128 if fused else 256
-            for height, stages, specialised in (
-                (128, 4, False), (128, 3, False), (128, 4, True), (256, 4, True),
-            ):  # fmt: skip
-                tiles = (height, columns, 128, 8, stages)
+            for up, up_special, down, down_special in list(WAYS.values())[:4]:
+                tiles, special = (up, up_special) if fused else (down, down_special)
                 found.append(
                     Product(
                         "shapes", f"{model} {name}", experts, rows, n, k, branches, fused, tiles,
-                        specialised,
+                        special,
                     )
                 )  # fmt: skip
-        found.append(Quantise("shapes", f"{model} tokens", tokens, features, copies=top_k))
+        found.append(Quantise("shapes", f"{model} tokens", 16384, features, copies=top_k))
         found.append(Quantise("shapes", f"{model} hidden", rows, hidden))
         found.append(Quantise("shapes", f"{model} pre", rows, hidden, gated=True))
-    found.sort(key=in_clusters)  # last: stable otherwise
     return [job for job in found if job.part in parts]
-
-
-def in_clusters(job) -> bool:
-    """Whether a job's kernels run on clusters of two blocks."""
-    if isinstance(job, Product):
-        return job.specialised and job.tiles[0] == 256
-    return isinstance(job, Layer) and job.variant == "clusters"
 
 
 def function_of(job) -> tp.Callable:
@@ -223,12 +223,10 @@ def function_of(job) -> tp.Callable:
                 launch.chip(), ids.size, wi.shape[0], wi.shape[3], wi.shape[2]
             )
             call = dataclasses.replace(call, fused=False, up=down)
-        if job.variant in ("specialised", "clusters"):
-            height = 256 if job.variant == "clusters" else 128
-            up, down = (
-                configs.Tiles(height, columns, 128, 4, 4, specialised=True)
-                for columns in (128, 256)
-            )
+        if job.variant in WAYS:
+            up, up_special, down, down_special = WAYS[job.variant]
+            up = configs.Tiles(*up, specialised=up_special)
+            down = configs.Tiles(*down, specialised=down_special)
             call = dataclasses.replace(call, up=up, down=down)
         return ffn_float8.routed_ffn(call, x, wi, wo, wi_scale, wo_scale, None, None, ids, weights)
 
@@ -308,7 +306,12 @@ def normal(key, shape, scale=1.0, dtype="bfloat16"):
 
 
 def run_case(job: Case, call) -> dict:
-    """Errors against plain JAX, and that odd rows do what is said of them."""
+    """Errors, and that odd rows do what is said of them.
+
+    Against plain JAX some 2e-2 is to be expected where both are as right: a hidden value that
+    differs by 1e-3 may lie on the other side of an edge between two float8, a step of 1e-1. What
+    counts is that both are as far from the layer whose activations are not rounded.
+    """
     import functools
 
     import jax
@@ -316,6 +319,7 @@ def run_case(job: Case, call) -> dict:
     import numpy as np
 
     from moe_flax.activations import resolve_activation
+    from moe_flax.experts import expert_ffn_reference
     from moe_flax.experts_float8 import sorted_float8_ffn
     from moe_flax.quantize import quantize_rows
     from moe_flax.routing import Routing
@@ -343,15 +347,28 @@ def run_case(job: Case, call) -> dict:
             backend="reference",
         )  # fmt: skip
 
+    @jax.jit
+    def unrounded(x, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weights):
+        return expert_ffn_reference(
+            x.astype(jnp.float32), wi, wo, Routing(ids, weights, apply_to=job.apply_to),
+            activation=resolve_activation(job.activation), wi_bias=wi_bias, wo_bias=wo_bias,
+            wi_scale=wi_scale, wo_scale=wo_scale, transpose_weights=True,
+        )  # fmt: skip
+
     wanted = emulate(x, *operands)
+    exact = unrounded(x, *operands)
     others = np.arange(t) != 5
     spoilt = call(x.at[5, 7].set(jnp.nan), *operands)
     same = bool((spoilt[others] == y[others]).all())
-    lost = bool(jnp.isnan(spoilt[5]).all()) or not bool((ids[5] >= 0).any())
+    lost = bool(jnp.isnan(spoilt[5]).all()) or not bool(((ids[5] >= 0) & (ids[5] < e)).any())
     again = all(bool((call(x, *operands) == y).all()) for _ in range(5))
     calm = np.arange(t) != 1  # the large row outweighs all others
     return {
-        "error": distance(y[calm], wanted[calm]), "error_large_row": distance(y[1], wanted[1]),
+        "to_plain_jax": distance(y[calm], wanted[calm]),
+        "to_float32": distance(y[calm], exact[calm]),
+        "plain_jax_to_float32": distance(wanted[calm], exact[calm]),
+        "large_row_to_float32": distance(y[1], exact[1]),
+        "plain_jax_large_row_to_float32": distance(wanted[1], exact[1]),
         "finite": bool(jnp.isfinite(y).all()), "no_expert_is_zero": not bool(y[3].any()),
         "nan_stays_alone": same and lost, "same_bits": again,
     }  # fmt: skip
@@ -491,7 +508,9 @@ def main() -> None:
             break
         row = {"kind": type(job).__name__, **dataclasses.asdict(job)}
         try:
-            row |= runs[type(job)](job, future.result(timeout=left))
+            call = future.result(timeout=left)
+            row["waited_s"] = round(left - (deadline - time.time()), 1)
+            row |= runs[type(job)](job, call)
         except Exception as error:
             row["failed"] = repr(error)[:1000]
         rows.append(row)

@@ -11,7 +11,7 @@ from grouped_matmul_base import distance
 
 import moe_flax
 from moe_flax.activations import resolve_activation
-from moe_flax.experts import expert_ffn
+from moe_flax.experts import expert_ffn, expert_ffn_reference
 from moe_flax.kernels.grouped_matmul import grouped_matmul
 from moe_flax.kernels.grouped_matmul.triton import ffn_float8, quantizing
 from moe_flax.quantize import dequantize, quantize_rows
@@ -101,6 +101,11 @@ def operands(case):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name):
+    """As far from the layer without rounded activations as the emulation in plain JAX is.
+
+    The two differ by more than their products do: where hidden values are 1e-3 apart, one in fifty
+    lies on the other side of an edge between two float8, a step of 1e-1.
+    """
     x, wi, wo, routing, options = operands(LAYERS[name])
 
     def run(x, backend):
@@ -108,9 +113,16 @@ def test_layer(name):
 
     run = jax.jit(run, static_argnums=1)
     y, wanted = run(x, "triton"), run(x, "reference")
-    small = np.arange(len(x)) != 1  # the large row outweighs all others
-    assert distance(y[small].astype(jnp.float32), wanted[small].astype(jnp.float32)) < 1e-2
-    assert distance(y[1].astype(jnp.float32), wanted[1].astype(jnp.float32)) < 1e-2
+    names = ("activation", "wi_scale", "wo_scale", "wi_bias", "wo_bias", "transpose_weights")
+    exact = jax.jit(
+        lambda x: expert_ffn_reference(x, wi, wo, routing, **{n: options[n] for n in names})
+    )(x.astype(jnp.float32))
+    for rows in (np.arange(len(x)) != 1, np.arange(len(x)) == 1):  # the large row outweighs others
+        ours, emulated, right = (np.asarray(a, np.float32)[rows] for a in (y, wanted, exact))
+        if right.any():
+            assert distance(ours, emulated) < 5e-2
+            far, others = distance(ours, right), distance(emulated, right)
+            assert far < 1.3 * others if rows.sum() == 1 else abs(far / others - 1) < 0.1
     for _ in range(5):
         np.testing.assert_array_equal(np.asarray(run(x, "triton")), np.asarray(y))
     spoilt = np.asarray(run(x.at[5, 7].set(jnp.nan), "triton"), np.float32)

@@ -129,9 +129,9 @@ def grouped_matmul(
 
     With scales the operands are float8_e4m3fn (`moe_flax.quantize.quantize_rows`) and the product
     is that of ``lhs * lhs_scale`` and ``rhs * rhs_scale``, forward only. NVIDIA GPUs from compute
-    capability 8.9 multiply float8 as it is where ``transpose_rhs``; Hopper's sums then have about
-    14 bits, a relative error of some 1e-3. Elsewhere the values are multiplied as bfloat16, which
-    holds them exactly.
+    capability 8.9 multiply float8 as it is where ``transpose_rhs``. Hopper's tensor cores sum in
+    fewer bits than float32 has: a relative error of 1.5e-3 at K = 5120, below that of a bfloat16
+    result. Elsewhere the values are multiplied as bfloat16, which holds them exactly.
 
     Args:
       lhs: rows sorted by group, [M, K] or [M, J, K].

@@ -97,6 +97,8 @@ def float8_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, branches: i
         return Tiles(height, 128 // branches, 64, 4 if height < 128 else 8, 3)
     if height < 128:
         return Tiles(height, 256 // branches, 128, 4, 4)
+    if min(k, n) < 1024 and k > 128 and k % 16 == 0 and n % 8 == 0 and chip.wgmma:
+        return Tiles(128, 256 // branches, 128, 4, 4, specialised=True)
     return Tiles(128, 256 // branches, 128, 8, 4)
 
 
