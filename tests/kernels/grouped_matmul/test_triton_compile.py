@@ -19,6 +19,10 @@ ROOT = pathlib.Path(__file__).parents[3]
 LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 
 
+# Cases whose loads may spill: element by element.
+ELEMENTWISE = ("float32", "odd widths", "float8, odd widths", "a branch off 16 bytes")
+
+
 @pytest.mark.triton
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("capability", LIMIT)
@@ -38,11 +42,7 @@ def test_kernels_compile_within_the_chips_limits(capability, tmp_path):
         assert row["shared"] <= LIMIT[capability], row
         assert row["threads_launched"] == row["threads"], row
     for row in products:
-        if row["case"] not in (
-            "float32",
-            "odd widths",
-            "float8, odd widths",
-        ):  # element-wise loads may spill there
+        if row["case"] not in ELEMENTWISE:
             assert row["spills"] == 0, row
             assert not row["serialised"], row
     specialised = {r["case"] for r in rows if r["kernel"] == "specialised_product_kernel"}
@@ -51,6 +51,8 @@ def test_kernels_compile_within_the_chips_limits(capability, tmp_path):
         assert all(r["wgmma"] and r["wgmma_in_flight"] and r["tma_loads"] for r in long)
         plain = {"long groups", "short hidden axis", "groups of about 64"}
         assert specialised == plain | {"float8, short hidden axis"}
+        contracted = {r["case"] for r in rows if r["kernel"] == "specialised_contraction_kernel"}
+        assert contracted == {"long groups", "no gate"}
     else:
         assert not specialised
     float8 = [r for r in products if r["case"].startswith("float8")]
@@ -61,6 +63,8 @@ def test_kernels_compile_within_the_chips_limits(capability, tmp_path):
             assert min(row["wgmma_in_flight"], row["tma_loads"]) > 0, row
     if capability == 100:
         assert all(r["tcgen05"] for r in float8 if "about" not in r["case"])
+    off = [r for r in products if r["case"] == "a branch off 16 bytes"]
+    assert not any(r["tma_loads"] for r in off if "contraction" in r["kernel"])
     if capability == 80:
         assert all(r["mma"] and not r["tma_loads"] for r in products)
 

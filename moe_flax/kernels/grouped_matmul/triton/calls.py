@@ -1,5 +1,6 @@
 """The kernels as functions of arrays: shapes, descriptors and configurations put together."""
 
+import dataclasses
 import math
 import typing as tp
 
@@ -159,13 +160,15 @@ def contraction(
     aligned = all(start * lhs.dtype.itemsize % 16 == 0 for start in starts)
     if lhs_tiles is None or grad_tiles is None or not aligned:
         lhs_tiles = grad_tiles = None
+        if tiles.specialised:
+            tiles = dataclasses.replace(tiles, warps=8, specialised=False)
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)
     common: dict[str, tp.Any] = dict(
         K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches, GRAD_BRANCHES=grad_branches,
         SPAN=tiles.span, PROGRAMS=programs,
     )  # fmt: skip
-    if tiles.specialised and lhs_tiles is not None:
+    if tiles.specialised:
         return launch.call(
             hopper_contraction.specialised_contraction_kernel, *_squares(lhs, grad), lhs, grad,
             plan.table, out_type=out, grid=programs, num_warps=4, name="moe_contraction_sm90",

@@ -206,4 +206,3 @@ def sort_by_expert(
         ALL=triton.next_power_of_2(slots), COUNTED=max(1, 8192 // width),
     )  # fmt: skip
     return Sorted(row_token, row_weight, slot_row, Plan(table, experts, capacity, block_rows))
-
