@@ -1,6 +1,6 @@
 """The whole layer on one GPU, from x, beside its routed half alone; and what it launches.
 
-    python benchmarks/gpu_end_to_end.py [--preset qwen3-30b-a3b] [--tokens 16 256 4096] [--json FILE]
+    python benchmarks/gpu_end_to_end.py [--preset NAME] [--tokens 16 256 4096] [--json FILE]
 
 The layer: router, top-k, sort, gate/up product, activation, down product, weighted sum. The routed
 half starts from the experts' ids and weights. Both are compiled by XLA under its default flags.

@@ -4,8 +4,9 @@
 
 Forward: top-k of given logits, sort, gate/up product, SwiGLU, down product, weighted sum. Ours runs
 under XLA's default flags; torch is `grouped_mm` under `torch.compile`, replayed as a CUDA graph, in
-a process of its own. Times are medians of seven bursts (see `time_calls`). The floor is the larger of the operations
-over 790 TFLOP/s and the bytes over 4.3 TB/s, with the experts counted that are hit.
+a process of its own. Times are medians of seven bursts (see `time_calls`). The floor is the larger
+of the operations over 790 TFLOP/s and the bytes over 4.3 TB/s, with the experts counted that are
+hit.
 """
 
 import argparse

@@ -156,9 +156,10 @@ def plan_errors(plan: sorting.Plan, sizes: np.ndarray) -> int:
     ]
     table = np.asarray(plan.table)
     groups = plan.num_groups
-    wrong = int(table[0] != len(tiles)) + int(len(tiles) > plan.capacity)
+    count = len(tiles)
+    wrong = int(table[0] != count) + int(count > plan.capacity)
     wrong += int((table[1 : 2 + groups] != np.append(0, ends)[: groups + 1]).sum())
-    lists = table[2 + groups :].reshape(2, plan.capacity)[:, : len(tiles)]
+    lists = table[2 + groups :].reshape(2, plan.capacity)[:, :count]
     return wrong + int((lists.T != np.array(tiles).reshape(-1, 2)).sum())
 
 

@@ -1,6 +1,5 @@
 """The kernels as functions of arrays: shapes, descriptors and configurations put together."""
 
-import dataclasses
 import math
 import typing as tp
 
@@ -84,6 +83,8 @@ def product(
     )
     if 0 in out.shape or k == 0:
         return jnp.zeros(out.shape, out.dtype)
+    if out.dtype.itemsize != 2:
+        tiles = tiles.unspecialised()
     column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
@@ -160,14 +161,14 @@ def contraction(
     aligned = all(start * lhs.dtype.itemsize % 16 == 0 for start in starts)
     if lhs_tiles is None or grad_tiles is None or not aligned:
         lhs_tiles = grad_tiles = None
-        if tiles.specialised:
-            tiles = dataclasses.replace(tiles, warps=8, specialised=False)
+    if lhs_tiles is None or out.dtype.itemsize != 2:
+        tiles = tiles.unspecialised()
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)
-    common: dict[str, tp.Any] = dict(
-        K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches, GRAD_BRANCHES=grad_branches,
-        SPAN=tiles.span, PROGRAMS=programs,
-    )  # fmt: skip
+    common: dict[str, tp.Any] = {
+        "K": k, "N": n, "GROUPS": groups, "LHS_BRANCHES": lhs_branches,
+        "GRAD_BRANCHES": grad_branches, "SPAN": tiles.span, "PROGRAMS": programs,
+    }  # fmt: skip
     if tiles.specialised:
         return launch.call(
             hopper_contraction.specialised_contraction_kernel, *_squares(lhs, grad), lhs, grad,

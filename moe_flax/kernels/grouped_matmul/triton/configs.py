@@ -26,6 +26,10 @@ class Tiles:
     programs: int = 1
     specialised: bool = False
 
+    def unspecialised(self) -> "Tiles":
+        """The same tile for Triton's own pipeline, which also takes what is not of 16 bits."""
+        return dataclasses.replace(self, warps=8, specialised=False) if self.specialised else self
+
 
 def rows_class(rows: int, groups: int) -> int:
     """The tile height that suits an average group: 16, 32, 64 or 128 rows."""

@@ -152,21 +152,15 @@ def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
     d_pre, weighted, dots = activate_rows_grad(
         d_hidden.reshape(rows, -1), pre, row_weight, call.activation
     )
-    turn = -1 if call.transposed else 1
-    d_wo = calls.contraction(
-        *(weighted, grad_rows)[::turn],
-        plan,
-        tiles=call.grad_weights,
-        out_dtype=wo.dtype,
-        precision=call.precision,
-    )
-    d_wi = calls.contraction(
-        *(gather(tokens, row_token), d_pre)[::turn],
-        plan,
-        tiles=call.grad_weights,
-        out_dtype=wi.dtype,
-        precision=call.precision,
-    ).reshape(wi.shape)
+
+    def by_weights(first, second, dtype):
+        first, second = (second, first) if call.transposed else (first, second)
+        return calls.contraction(
+            first, second, plan, tiles=call.grad_weights, out_dtype=dtype, precision=call.precision
+        )
+
+    d_wo = by_weights(weighted, grad_rows, wo.dtype)
+    d_wi = by_weights(gather(tokens, row_token), d_pre, wi.dtype).reshape(wi.shape)
     d_rows = calls.product(
         d_pre, wi, plan, rows, tiles=call.grad_tokens, transposed=not call.transposed,
         precision=call.precision,

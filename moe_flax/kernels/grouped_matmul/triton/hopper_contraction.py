@@ -68,7 +68,7 @@ def _produce(
     CHUNKS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     step = 0
     for tile in range(gl.program_id(0), TILES, PROGRAMS):
-        group, branch, k, n, begin, end = _find_tile(
+        _, branch, k, n, begin, end = _find_tile(
             table_ptr, tile, K, N, LHS_BRANCHES * GRAD_BRANCHES, SPAN
         )
         left = k + (branch * K if LHS_BRANCHES > 1 else 0)
