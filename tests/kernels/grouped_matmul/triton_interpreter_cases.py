@@ -158,7 +158,7 @@ def plan_errors(plan: sorting.Plan, sizes: np.ndarray) -> int:
     groups = plan.num_groups
     count = len(tiles)
     wrong = int(table[0] != count) + int(count > plan.capacity)
-    wrong += int((table[1 : 2 + groups] != np.append(0, ends)[: groups + 1]).sum())
+    wrong += int((np.append(0, ends)[: groups + 1] != table[1 : 2 + groups]).sum())
     lists = table[2 + groups :].reshape(2, plan.capacity)[:, :count]
     return wrong + int((lists.T != np.array(tiles).reshape(-1, 2)).sum())
 
