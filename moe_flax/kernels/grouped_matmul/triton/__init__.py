@@ -110,10 +110,12 @@ def expert_ffn(
 ) -> jax.Array:
     """The routed half in one call with its own gradient; see `moe_flax.expert_ffn`.
 
-    Quantised weights are dequantised ahead of the products.
+    Transposed quantised weights are read as they are stored where batches are small; the rest is
+    dequantised ahead of the products.
     """
-    from moe_flax.kernels.grouped_matmul.triton import calls, ffn
+    from moe_flax.kernels.grouped_matmul.triton import calls, ffn, ffn_kept
 
+    kept = (wi, wo, wi_scale, wo_scale)
     wi = wi if wi_scale is None else dequantize(wi, wi_scale).astype(tokens.dtype)
     wo = wo if wo_scale is None else dequantize(wo, wo_scale).astype(tokens.dtype)
     dtype = jnp.result_type(tokens, wi, wo)
@@ -137,9 +139,14 @@ def expert_ffn(
         ids, weights = ids.reshape(-1, 1), jnp.ones((ids.size, 1), jnp.float32)
     with jax.default_matmul_precision(precision):
         call = ffn.make_call(activation, rows, wi, ids, calls.dot_precision(), transpose_weights)
+    kept_call = ffn_kept.make_call(activation, rows, *kept, ids) if transpose_weights else None
     biases = [None if b is None else b.astype(jnp.float32) for b in (wi_bias, wo_bias)]
-    matrices = (wi.astype(dtype), wo.astype(dtype))
-    y = jnp.asarray(ffn.routed_ffn(call, rows, *matrices, *biases, ids, weights))
+    if kept_call is not None:
+        y = ffn_kept.routed_ffn(kept_call, rows, *kept, *biases, ids, weights)
+    else:
+        matrices = (wi.astype(dtype), wo.astype(dtype))
+        y = ffn.routed_ffn(call, rows, *matrices, *biases, ids, weights)
+    y = jnp.asarray(y)
     if routing.apply_to == "input":
         y = y.reshape(-1, top_k, tokens.shape[1]).astype(jnp.float32).sum(1)
     return y.astype(tokens.dtype)

@@ -115,3 +115,38 @@ def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
     if chip.tma:
         return Tiles(64, 256, 128, 8, 4)
     return Tiles(32, 128, 128, 8, 4)
+
+
+def keeps(rows: int, groups: int) -> bool:
+    """Whether quantised matrices are read as stored, not dequantised ahead of the products."""
+    return rows <= groups * 128
+
+
+def kept_tiles(
+    chip: Chip, rows: int, groups: int, kinds: tuple[str, str], branches: int, hopper: bool
+) -> tuple[Tiles, Tiles]:
+    """Tiles of the two products with quantised matrices.
+
+    Args:
+      chip: the chip.
+      rows: of all groups.
+      groups: how many.
+      kinds: how each product's scales lie.
+      branches: of the first product, which share a tile.
+      hopper: whether the operands suit the kernel laid out by hand.
+    """
+    average = rows / max(groups, 1)
+    height = 16 if average <= 12 else 32 if average <= 24 else 64
+    if hopper:
+        return _kept_hopper(height, kinds[0], branches), _kept_hopper(height, kinds[1], 1)
+    stages = 2 if not chip.tma else 4 if height < 64 else 3
+    programs = 2 if chip.tma else 1
+    up = Tiles(height, 128 // branches, 128, 4, stages, programs=programs)
+    return up, dataclasses.replace(up, columns=128)
+
+
+def _kept_hopper(height: int, kind: str, branches: int) -> Tiles:
+    """Blocks of 128 threads that share a multiprocessor, each with 16 KiB of weights a stage."""
+    stages = 2 if height == 64 or (height, kind) == (32, "mxfp4") else 3
+    programs = 2 if height == 64 else 3
+    return Tiles(height, 128 // branches, 128, 4, stages, programs=programs, specialised=True)
