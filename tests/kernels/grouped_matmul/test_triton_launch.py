@@ -27,18 +27,18 @@ def jax_triton(monkeypatch):
     launch._corrected_jax_triton.cache_clear()
 
 
-def test_only_the_warp_specialised_kernel_is_corrected(jax_triton):
+def test_only_gluon_kernels_of_ours_are_corrected(jax_triton):
     assert launch.Chip(90, 132).wgmma
     library = jax_triton.triton_lib.triton_kernel_call_lib
     assert library.other == "other"
     ptx = ".visible .entry kernel()\n.reqntid 384\n"
-    made = library.TritonKernel(launch.WARP_SPECIALISED, 4, 1, 1000, ptx, "ttir", 90)
-    assert made == (launch.WARP_SPECIALISED, 12, 1, 1000, ptx, "ttir", 90)
+    made = library.TritonKernel(launch.GLUON[0], 4, 1, 1000, ptx, "ttir", 90)
+    assert made == (launch.GLUON[0], 12, 1, 1000, ptx, "ttir", 90)
     made = library.TritonKernel("users_kernel", 4, 1, 1000, ptx, "ttir", 90)
     assert made == ("users_kernel", 4, 1, 1000, ptx, "ttir", 90)
 
 
-def test_only_that_kernel_goes_through_the_passes_for_gluon(jax_triton):
+def test_only_they_go_through_the_passes_for_gluon(jax_triton):
     assert launch.Chip(90, 132).wgmma
     compile_module = jax_triton.triton_lib.compile_ttir_to_ptx_inplace
     backend = types.SimpleNamespace(
@@ -46,7 +46,7 @@ def test_only_that_kernel_goes_through_the_passes_for_gluon(jax_triton):
     )
     theirs = types.SimpleNamespace(get_entry_func_name=lambda: "users_kernel")
     assert compile_module(theirs, backend, "options", 90) == (theirs, backend, "options", 90)
-    ours = types.SimpleNamespace(get_entry_func_name=lambda: launch.WARP_SPECIALISED)
+    ours = types.SimpleNamespace(get_entry_func_name=lambda: launch.GLUON[1])
     module, given, *rest = compile_module(ours, backend, "options", 90)
     assert (module, rest, given.make_llir) == (ours, ["options", 90], "llir")
     assert given.make_ttir(ours, {}, "options", 90) is ours
@@ -71,8 +71,8 @@ def test_without_a_gpu_plugin_there_is_nothing_to_correct(jax_triton):
     assert not launch.Chip(90, 132).wgmma
 
 
-def test_the_name_is_the_kernels(request):
-    source = (
-        request.path.parents[3] / "moe_flax/kernels/grouped_matmul/triton/hopper.py"
-    ).read_text()
-    assert f"def {launch.WARP_SPECIALISED}(" in source
+@pytest.mark.parametrize("name", launch.GLUON)
+def test_the_names_are_the_kernels(request, name):
+    triton = request.path.parents[3] / "moe_flax/kernels/grouped_matmul/triton"
+    sources = [path.read_text() for path in triton.glob("*.py")]
+    assert any(f"@gluon.jit\ndef {name}(" in source for source in sources)

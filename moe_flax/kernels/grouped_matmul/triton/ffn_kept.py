@@ -72,7 +72,7 @@ def make_call(
     if None in kinds or tokens.dtype not in allowed or not configs.keeps(rows, experts):
         return None
     hopper = (
-        chip.capability == 90
+        chip.wgmma
         and tokens.dtype == jnp.bfloat16
         and all(weight.shape[-1] % 16 == 0 for weight in (wi, wo))
     )

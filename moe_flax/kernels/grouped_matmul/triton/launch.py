@@ -17,8 +17,11 @@ _target: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 )
 
 
-# In hopper.py and hopper_contraction.py.
-WARP_SPECIALISED = ("specialised_product_kernel", "specialised_contraction_kernel")
+GLUON = (  # in hopper.py, hopper_contraction.py and kept_hopper.py
+    "specialised_product_kernel",
+    "specialised_contraction_kernel",
+    "kept_hopper_kernel",
+)
 _CORRECTED = ("0.4.1",)  # the releases of jax-triton that `_corrected_jax_triton` knows
 
 
@@ -75,7 +78,7 @@ def chip() -> Chip:
 
 
 class _CountingLibrary:
-    """jax-triton's launcher library, with the warps of `WARP_SPECIALISED` counted from its PTX."""
+    """jax-triton's launcher library, with the warps of `GLUON` kernels counted from their PTX."""
 
     def __init__(self, library: tp.Any):
         self._library = library
@@ -84,7 +87,7 @@ class _CountingLibrary:
         return getattr(self._library, name)
 
     def TritonKernel(self, name, num_warps, num_ctas, shared_bytes, ptx, *rest):
-        if name in WARP_SPECIALISED:
+        if name in GLUON:
             num_warps = int(re.findall(r"\.reqntid\s+(\d+)", ptx)[0]) // 32
         return self._library.TritonKernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
 
@@ -107,14 +110,14 @@ class _GluonPasses:
 
 @functools.cache
 def _corrected_jax_triton() -> bool:
-    """Has jax-triton compile and launch `WARP_SPECIALISED` rightly; returns whether it will.
+    """Has jax-triton compile and launch `GLUON` kernels rightly; returns whether it will.
 
     jax-triton 0.4.1 sends Gluon kernels through the passes for Triton's own language, which move
     their waits, and takes a launch's threads from ``num_warps``, without the partitions beside the
     first one: these would never start, and the first wait for them for ever. Two names in it are
-    replaced by ones that do otherwise for the kernel of this one name: its compile function, and
+    replaced by ones that do otherwise for the kernels of these names: its compile function, and
     its reference to the library that makes launches, which reads the threads from the PTX. With
-    another jax-triton nothing is touched, and the kernel not used.
+    another jax-triton nothing is touched, and the kernels not used.
     """
     try:
         version = importlib.metadata.version("jax-triton")
@@ -131,7 +134,7 @@ def _corrected_jax_triton() -> bool:
     compile_ttir = triton_lib.compile_ttir_to_ptx_inplace
 
     def compile_module(module, backend, options, capability):
-        if module.get_entry_func_name() in WARP_SPECIALISED:
+        if module.get_entry_func_name() in GLUON:
             backend = _GluonPasses(backend)
         return compile_ttir(module, backend, options, capability)
 
