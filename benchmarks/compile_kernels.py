@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from moe_flax import quantize
 from moe_flax.activations import resolve_activation
-from moe_flax.kernels.grouped_matmul.triton import ffn, ffn_float8, launch
+from moe_flax.kernels.grouped_matmul.triton import ffn, ffn_float8, ffn_kept, launch
 
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 # T, E, K, D, F, activation, branches, biases, dtype, with gradients
@@ -52,6 +53,20 @@ FLOAT8_CASES = {
     "float8, groups of about 16": (64, 8, 2, 1024, 2048, "gpt_oss", 2, True, True),
     "float8, groups of about 4": (16, 8, 2, 1024, 2048, "silu", 2, False, True),
     "float8, odd widths": (4096, 8, 2, 257, 451, "silu", 2, True, True),
+}
+# The same with quantised weights: T, E, K, D, F, activation, branches, biases, how they are held
+KEPT = {
+    "blocks, groups of about 4": (16, 8, 2, 1024, 2048, "silu", 2, False, "block"),
+    "blocks, groups of about 64": (256, 8, 2, 1024, 2048, "silu", 2, True, "block"),
+    "mxfp4, groups of about 8": (32, 8, 2, 1440, 1440, "gpt_oss", 2, True, "mxfp4"),
+    "mxfp4, groups of about 64": (256, 8, 2, 1024, 2048, "silu", 2, False, "mxfp4"),
+    "int8, groups of about 16": (64, 8, 2, 1024, 2048, "relu2", 1, True, "channel"),
+    "blocks, odd widths": (64, 8, 2, 264, 451, "silu", 2, False, "block"),
+}
+QUANTIZE = {
+    "block": quantize.quantize_blocks,
+    "channel": quantize.quantize_channels,
+    "mxfp4": quantize.quantize_mxfp4,
 }
 ONLY = {"short hidden axis": 90}  # elsewhere the kernels are those of long groups
 
@@ -106,6 +121,25 @@ def lower_float8(case: tuple, capability: int) -> list[Kernel]:
             call = dataclasses.replace(call, fused=False, up=call.down)
         run = functools.partial(ffn_float8.routed_ffn, call)
         return _kernels(run, x, wi, wo, *scales, *bias, ids, weights)
+
+
+def lower_kept(case: tuple, capability: int) -> list[Kernel]:
+    """The same for weights kept quantised and transposed."""
+    tokens, experts, top_k, features, hidden, name, branches, biases, kind = case
+    shape = jax.ShapeDtypeStruct
+    x = shape((tokens, features), "bfloat16")
+    wi = shape((experts, branches, hidden, features), "bfloat16")
+    wo = shape((experts, features, hidden), "bfloat16")
+    (wi, wi_scale), (wo, wo_scale) = (jax.eval_shape(QUANTIZE[kind], w) for w in (wi, wo))
+    wi_bias = shape((experts, branches, hidden), jnp.float32) if biases else None
+    wo_bias = shape((experts, features), jnp.float32) if biases else None
+    ids, weights = shape((tokens, top_k), jnp.int32), shape((tokens, top_k), jnp.float32)
+    with launch.compile_for(capability):
+        call = ffn_kept.make_call(resolve_activation(name), x, wi, wo, wi_scale, wo_scale, ids)
+        if call is None:
+            raise ValueError(f"{case} is dequantised ahead")
+        run = functools.partial(ffn_kept.routed_ffn, call)
+        return _kernels(run, x, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weights)
 
 
 def _kernels(run: tp.Callable, *arguments) -> list[Kernel]:
@@ -200,11 +234,14 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, seen = [], set()
     for capability in arguments.capabilities or [80, 90, 100]:
-        cases = {**CASES, **(FLOAT8_CASES if capability >= 89 else {})}
+        cases = {**CASES, **(FLOAT8_CASES if capability >= 89 else {}), **KEPT}
         for name, case in cases.items():
             if name in ONLY and capability != ONLY[name]:
                 continue
-            for kernel in (lower_float8 if name in FLOAT8_CASES else lower)(case, capability):
+            lowered = (
+                lower_float8 if name in FLOAT8_CASES else lower_kept if name in KEPT else lower
+            )
+            for kernel in lowered(case, capability):
                 if kernel in seen:
                     continue
                 seen.add(kernel)

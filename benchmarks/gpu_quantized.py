@@ -126,15 +126,19 @@ def layer(model: str, tokens: int, kind: str):
         )
         call = ffn.make_call(Activation(), x, weights[0], ids)
 
-        def one(x, wi, wo, *routing):
-            return ffn.routed_ffn(call, x, wi, wo, None, None, *routing)
+        def dense(x, *operands):
+            return ffn.routed_ffn(call, x, *operands[:2], None, None, *operands[2:])
+
+        one = dense
     else:
         wi, wi_scale, wo, wo_scale = shapes(model, kind)
         weights = (wi, wo, wi_scale, wo_scale)
         call = tiles_of(model, tokens, kind)
 
-        def one(x, *operands):
+        def kept(x, *operands):
             return ffn_kept.routed_ffn(call, x, *operands[:4], None, None, *operands[4:])
+
+        one = kept
 
     def chain(x, *operands):
         first = one(x, *operands)
@@ -161,9 +165,10 @@ def kernel(model: str, tokens: int, kind: str, which: str, variant: str):
     if tiles is None:
         return None
     w, scale, width = (wi, wi_scale, features) if which == "up" else (wo, wo_scale, hidden)
-    step = kept_hopper.depth(kind == "mxfp4") if tiles.specialised else 1
     rows, shape = tokens * top_k, jax.ShapeDtypeStruct
-    x = shape((rows, -(-width // step) * step), jnp.bfloat16)
+    x = shape((rows, width), jnp.bfloat16)
+    if tiles.specialised:
+        x = jax.eval_shape(functools.partial(kept_hopper.reorder, mxfp4=kind == "mxfp4"), x)
     ids = shape((tokens, top_k), jnp.int32)
 
     def chain(w, scale, ids, weights, *xs):
@@ -238,13 +243,15 @@ def make_weights(model: str, kind: str):
         a, b = jax.random.split(key)
         wi = jax.random.normal(a, (2, hidden, features), jnp.float32) * 1.5 * features**-0.5
         wo = jax.random.normal(b, (features, hidden), jnp.float32) * 1.5 * hidden**-0.5
-        kept = (*make(wi), *make(wo))
-        dense = [quantize.dequantize(*kept[i : i + 2]).astype(jnp.bfloat16) for i in (0, 2)]
-        return kept, [x.swapaxes(-1, -2) for x in dense]
+        return *make(wi), *make(wo)
 
-    run = jax.jit(lambda keys: jax.lax.map(one, keys))
-    (wi, wi_scale, wo, wo_scale), dense = run(jax.random.split(jax.random.key(1), experts))
-    return (wi, wo, wi_scale, wo_scale), dense
+    @jax.jit  # apart: XLA takes rounding to float8 and back for nothing within one program
+    def whole(values, scales):
+        return quantize.dequantize(values, scales).astype(jnp.bfloat16).swapaxes(-1, -2)
+
+    keys = jax.random.split(jax.random.key(1), experts)
+    wi, wi_scale, wo, wo_scale = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    return (wi, wo, wi_scale, wo_scale), [whole(wi, wi_scale), whole(wo, wo_scale)]
 
 
 def compile_one(data: bytes, arguments):
@@ -306,7 +313,7 @@ def numerics() -> list[dict]:
         ours = functools.partial(run, moe_flax.expert_ffn, backend="triton")
         wanted = functools.partial(run, moe_flax.experts.expert_ffn_reference)
         operands = (x, weights, wi_bias, wo_bias)
-        found = {"numerics": name}
+        found: dict[str, typing.Any] = {"numerics": name}
         try:
             plain = jax.jit(ours)
             y = plain(*operands)
@@ -415,7 +422,7 @@ def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
     import jax.numpy as jnp
 
     rows: list[dict] = []
-    experts, top_k, features, hidden = MODELS[model]
+    experts, _, features, hidden = MODELS[model]
     threads = concurrent.futures.ThreadPoolExecutor(8)
     dense: typing.Any = None
     for kind in (*options.kinds, "bf16"):
@@ -447,7 +454,7 @@ def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
             compiled = future.result()
             if compiled is None:
                 continue
-            row = dict(
+            row: dict[str, typing.Any] = dict(
                 zip(("part", "model", "tokens", "kind", "which", "variant"), cell, strict=False)
             )
             if isinstance(compiled, str):
@@ -462,7 +469,7 @@ def measure(model: str, options, pending: dict, deadline: float) -> list[dict]:
                 continue
             ids = arguments[-2] if cell[0] == "layer" else arguments[2]
             hit = int((jnp.bincount(ids.ravel(), length=experts) > 0).sum())
-            matrices = {"up": 2, "down": 1}.get(row.get("which"), 3)
+            matrices = {"up": 2, "down": 1}.get(row.get("which", ""), 3)
             moved = hit * matrices * features * hidden * stored_bytes(kind)
             row["TB/s"] = moved / row["ms"] / 1e9
             if cell[0] == "layer" and kind != "bf16":
@@ -489,17 +496,19 @@ def inputs(cell, operands):
         return (x, *operands, *routing)
     wi, wo, wi_scale, wo_scale = operands
     up = cell[4] == "up"
-    width = _width(cell)
-    rows = [jax.random.normal(k, (tokens * top_k, width), jnp.bfloat16) for k in keys[2:]]
+    size = _rows(cell)
+    rows = [jax.random.normal(k, size, jnp.bfloat16) for k in keys[2:]]
     return (*((wi, wi_scale) if up else (wo, wo_scale)), *routing, *rows[:CHAIN])
 
 
-def _width(cell) -> int:
-    _, model, _, kind, which, variant = cell
-    _, _, features, hidden = MODELS[model]
+def _rows(cell) -> tuple[int, ...]:
+    _, model, tokens, kind, which, variant = cell
+    _, top_k, features, hidden = MODELS[model]
     width = features if which == "up" else hidden
-    step = 1 if "specialised" in VARIANTS[variant] else 256 if kind == "mxfp4" else 128
-    return -(-width // step) * step
+    if "specialised" in VARIANTS[variant]:
+        return (tokens * top_k, width)
+    step = 256 if kind == "mxfp4" else 128
+    return (-(-width // step) * step // 64, tokens * top_k, 64)
 
 
 @functools.cache

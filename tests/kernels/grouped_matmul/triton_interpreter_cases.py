@@ -9,12 +9,14 @@ import numpy as np
 import triton_interpreter
 
 import moe_flax
+from moe_flax import quantize
 from moe_flax.activations import resolve_activation
 from moe_flax.experts import expert_ffn_reference
 from moe_flax.experts_float8 import sorted_float8_ffn
 from moe_flax.kernels.grouped_matmul.triton import (
     ffn,
     ffn_float8,
+    ffn_kept,
     launch,
     quantizing,
     sorting,
@@ -157,10 +159,59 @@ def plan_errors(plan: sorting.Plan, sizes: np.ndarray) -> int:
     table = np.asarray(plan.table)
     groups = plan.num_groups
     count = len(tiles)
-    wrong = int(table[0] != count) + int(count > plan.capacity)
-    wrong += int((np.append(0, ends)[: groups + 1] != table[1 : 2 + groups]).sum())
+    wrong = int(count != table[0]) + int(count > plan.capacity)
+    starts = np.append(0, ends)[: groups + 1]
+    wrong += int(np.sum(starts != table[1 : 2 + groups]))
     lists = table[2 + groups :].reshape(2, plan.capacity)[:, :count]
     return wrong + int((lists.T != np.array(tiles).reshape(-1, 2)).sum())
+
+
+# T, E, K, D, F, activation, branches, biases, the function that quantises
+KEPT = {
+    "kept int8": (16, 4, 2, 40, 72, "silu", 2, True, quantize.quantize_channels),
+    "kept blocks": (16, 4, 2, 264, 136, "gpt_oss", 2, True, quantize.quantize_blocks),
+    "kept no gate": (12, 4, 1, 40, 136, "relu2", 1, False, quantize.quantize_blocks),
+}
+
+
+def kept_errors(case: tuple) -> list[float]:
+    """The same of quantised weights, in float16: the output, and gradients by all but them."""
+    tokens, experts, top_k, features, hidden, name, branches, biases, make = case
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    x = normal(tokens, features).astype(jnp.float16)
+    wi, wi_scale = make(normal(experts, branches, hidden, features) / features**0.5)
+    wo, wo_scale = make(normal(experts, features, hidden) / hidden**0.5)
+    wi_bias = normal(experts, branches, hidden) if biases else None
+    wo_bias = normal(experts, features) if biases else None
+    scores, ids = jax.lax.top_k(normal(tokens, experts), top_k)
+    ids = ids.at[0, 0].set(experts)
+    activation = resolve_activation(name)
+
+    def ours(x, wi_scale, wo_scale, wi_bias, wo_bias, weights):
+        call = ffn_kept.make_call(activation, x, wi, wo, wi_scale, wo_scale, ids)
+        operands = (wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weights)
+        return ffn_kept.routed_ffn(call, x, *operands)
+
+    def wanted(x, wi_scale, wo_scale, wi_bias, wo_bias, weights):
+        return expert_ffn_reference(
+            x, wi, wo, moe_flax.Routing(ids, weights), activation=activation, wi_bias=wi_bias,
+            wo_bias=wo_bias, wi_scale=wi_scale, wo_scale=wo_scale, transpose_weights=True,
+        )  # fmt: skip
+
+    floats = (x, wi_scale, wo_scale, wi_bias, wo_bias, jax.nn.softmax(scores))
+    leaves = []
+    for function in (ours, wanted):
+        with launch.compile_for(80):
+            y, pull = jax.vjp(function, *floats)
+            leaves.append(jax.tree.leaves((y, pull(y))))
+    return [
+        float(jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(b.astype(jnp.float32)))
+        for a, b in zip(*leaves, strict=True)
+    ]
 
 
 if __name__ == "__main__":
@@ -170,5 +221,7 @@ if __name__ == "__main__":
         print(json.dumps(float8_errors()))
     elif name == "sorting":
         print(json.dumps(sorting_errors()))
+    elif name in KEPT:
+        print(json.dumps(kept_errors(KEPT[name])))
     else:
         print(json.dumps(errors(CASES[name], (BATCH,) if name == "batched" else ())))

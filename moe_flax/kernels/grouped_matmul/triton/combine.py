@@ -62,9 +62,11 @@ def combine(
 def gather(values: jax.Array, rows: jax.Array) -> jax.Array:
     """values [T, D] at rows [R]: [R, D]."""
     count, features = rows.shape[0], values.shape[1]
+    block = min(triton.next_power_of_2(features), 512)
+    height = min(2048 // block, 32)
     return launch.call(
         gather_kernel, values, rows,
         out_type=jax.ShapeDtypeStruct((count, features), values.dtype),
-        grid=-(-count // 4), num_warps=4, name="moe_gather",
-        ROWS=count, D=features, BLOCK_R=4, BLOCK_D=min(triton.next_power_of_2(features), 512),
+        grid=-(-count // height), num_warps=4, name="moe_gather",
+        ROWS=count, D=features, BLOCK_R=height, BLOCK_D=block,
     )  # fmt: skip

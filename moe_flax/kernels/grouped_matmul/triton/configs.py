@@ -139,9 +139,10 @@ def kept_tiles(
     height = 16 if average <= 12 else 32 if average <= 24 else 64
     if hopper:
         return _kept_hopper(height, kinds[0], branches), _kept_hopper(height, kinds[1], 1)
-    stages = 2 if not chip.tma else 4 if height < 64 else 3
-    programs = 2 if chip.tma else 1
-    up = Tiles(height, 128 // branches, 128, 4, stages, programs=programs)
+    if not chip.tma:
+        up = Tiles(min(height, 32), 128 // branches, 128, 8, 2)
+    else:
+        up = Tiles(height, 128 // branches, 128, 4, 4 if height < 64 else 3, programs=2)
     return up, dataclasses.replace(up, columns=128)
 
 

@@ -67,9 +67,11 @@ def make_call(
     chip, rows = launch.chip(), ids.size
     experts, branches, hidden = wi.shape[:3]
     features = wo.shape[1]
-    kinds = scales_kind(wi, wi_scale), scales_kind(wo, wo_scale)
-    allowed = (jnp.bfloat16,) if "mxfp4" in kinds else (jnp.bfloat16, jnp.float16)
-    if None in kinds or tokens.dtype not in allowed or not configs.keeps(rows, experts):
+    first, second = scales_kind(wi, wi_scale), scales_kind(wo, wo_scale)
+    if first is None or second is None or not configs.keeps(rows, experts):
+        return None
+    allowed = (jnp.bfloat16,) if "mxfp4" in (first, second) else (jnp.bfloat16, jnp.float16)
+    if tokens.dtype not in allowed:
         return None
     hopper = (
         chip.wgmma
@@ -77,9 +79,10 @@ def make_call(
         and all(weight.shape[-1] % 16 == 0 for weight in (wi, wo))
     )
     if tiles is None:
-        tiles = configs.kept_tiles(chip, rows, experts, kinds, branches, hopper)
+        tiles = configs.kept_tiles(chip, rows, experts, (first, second), branches, hopper)
+    up, down = tiles
     wide = jax.ShapeDtypeStruct((experts, branches, hidden, features), tokens.dtype)
-    return Call(*tiles, ffn.make_call(activation, tokens, wide, ids, transposed=True))
+    return Call(up, down, ffn.make_call(activation, tokens, wide, ids, transposed=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -93,8 +96,8 @@ def _infer(call, tokens, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weig
     order = sort_by_expert(ids, weights, wi.shape[0], call.up.rows)
     rows, index, then = tokens, order.row_token, None
     if call.up.specialised:
-        tokens = kept_hopper.reorder(tokens, wi.dtype == jnp.uint8)
-        rows, index, then = gather(tokens, order.row_token), None, wo.dtype == jnp.uint8
+        rows, index = _gather(tokens, order.row_token, wi.dtype == jnp.uint8), None
+        then = wo.dtype == jnp.uint8
     hidden = product(
         rows, wi, wi_scale, order.plan, ids.size, tiles=call.up, gather=index, bias=wi_bias,
         activation=call.dense.activation, then=then,
@@ -104,6 +107,14 @@ def _infer(call, tokens, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weig
         hidden, wo[:, None], wo_scale[:, None], order.plan, ids.size, tiles=call.down, bias=bias
     )
     return combine(values.reshape(ids.size, -1), weights, order.slot_row, ids.shape[1])
+
+
+def _gather(tokens: jax.Array, row_token: jax.Array, mxfp4: bool) -> jax.Array:
+    """The tokens' rows in their sorted places, as `kept_hopper.reorder` has them."""
+    slices = kept_hopper.reorder(tokens, mxfp4)
+    count, size = slices.shape[:2]
+    index = jnp.arange(count, dtype=jnp.int32)[:, None] * size + row_token
+    return gather(slices.reshape(-1, 64), index.ravel()).reshape(count, -1, 64)
 
 
 def product(
@@ -122,7 +133,7 @@ def product(
     """One grouped product over sorted rows with kept matrices.
 
     Args:
-      lhs: [rows or T, K]; with `tiles.specialised` [rows, K] after `kept_hopper.reorder`.
+      lhs: [rows or T, K]; with `tiles.specialised` [K / 64, rows, 64] by `kept_hopper.reorder`.
       rhs: [G, J, N, K] or, of MXFP4, [G, J, N, K / 2].
       scales: as `scales_kind` reads them.
       plan: of the rows, with tiles of `tiles.rows` rows.
@@ -135,7 +146,8 @@ def product(
         as `kept_hopper.reorder` would make it for these.
 
     Returns:
-      [rows, J, N]; [rows, N] with an activation. Rows past the last group stay unwritten.
+      [rows, J, N]; [rows, N], or as `then` says, with an activation. Rows past the last group
+      stay unwritten.
     """
     groups, branches, n = rhs.shape[:3]
     kind = scales_kind(rhs, scales)
@@ -148,41 +160,51 @@ def product(
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     fused = activation is not None
     width = n if then is None else -(-n // kept_hopper.depth(then)) * kept_hopper.depth(then)
-    out = jax.ShapeDtypeStruct((rows, width) if fused else (rows, branches, n), lhs.dtype)
+    out = jax.ShapeDtypeStruct((rows, n) if fused else (rows, branches, n), lhs.dtype)
+    if then is not None:
+        out = jax.ShapeDtypeStruct((width // 64, rows, 64), lhs.dtype)
     column_tiles = -(-width // tiles.columns) * (1 if fused else branches)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
     common: dict[str, tp.Any] = dict(
         out_type=out, grid=programs, num_warps=tiles.warps, name=f"moe_kept_{kind}",
-        K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches,
+        ROWS=rows, K=k, N=n, GROUPS=groups, CAPACITY=plan.capacity, BRANCHES=branches,
         EPILOGUE="activate" if fused else "plain", SCALES=kind, SPAN=tiles.span,
         PROGRAMS=programs, BLOCK_M=tiles.rows, BLOCK_N=tiles.columns,
         **activation_parameters(activation or Activation()),
     )  # fmt: skip
     if tiles.specialised:
         return launch.call(
-            kept_hopper.kept_hopper_kernel, *_hopper_operands(lhs, rhs, tiles), scales, bias,
-            plan.table, WIDTH=width, STAGES=tiles.stages,
+            kept_hopper.kept_hopper_kernel,
+            *_hopper_operands(
+                lhs, rhs, tiles, branches if fused else 1, kept_hopper.depth(kind == "mxfp4") // 64
+            ),
+            scales, bias, plan.table, WIDTH=width, STAGES=tiles.stages,
             REORDERED="" if then is None else "4" if then else "8", **common,
         )  # fmt: skip
     flat = rhs.reshape(groups * branches, *rhs.shape[2:])
+    if flat.dtype == jnp.float8_e4m3fn and launch.chip().capability < 89:
+        flat = jax.lax.bitcast_convert_type(flat, jnp.uint8)
     depth = tiles.depth // 2 if kind == "mxfp4" else tiles.depth
     descriptor = calls._descriptor(flat, (1, tiles.columns, depth))
     return launch.call(
         kept.kept_product_kernel, lhs, descriptor or flat, scales, bias, gather, plan.table,
-        num_stages=tiles.stages, DESCRIPTOR=descriptor is not None, ROWS=rows, BLOCK_K=tiles.depth,
+        num_stages=tiles.stages, DESCRIPTOR=descriptor is not None, BLOCK_K=tiles.depth,
         **common,
     )  # fmt: skip
 
 
-def _hopper_operands(lhs, rhs, tiles):
+def _hopper_operands(lhs, rhs, tiles, matrices, slices):
     import jax_triton
     from triton.experimental.gluon import language as gl
 
-    flat = rhs.reshape(-1, rhs.shape[-1])
-    bytes_of, halves = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 16, 2)
+    flat = rhs.reshape(-1, *rhs.shape[2:])
     return (
-        jax_triton.TensorDescriptor.from_array(lhs, (tiles.rows, 64), halves),
-        jax_triton.TensorDescriptor.from_array(flat, (tiles.columns, 128), bytes_of),
+        jax_triton.TensorDescriptor.from_array(
+            lhs, (slices, tiles.rows, 64), gl.NVMMASharedLayout(128, 16, 3)
+        ),
+        jax_triton.TensorDescriptor.from_array(
+            flat, (matrices, tiles.columns, 128), gl.NVMMASharedLayout(128, 8, 3)
+        ),
     )
 
 

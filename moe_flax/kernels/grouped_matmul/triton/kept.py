@@ -58,6 +58,15 @@ def _unpack_mxfp4(packed, scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _float8(bits):
+    """Bits of float8_e4m3fn -> float32, for chips that do not know it."""
+    wide = bits.to(tl.uint32)
+    size = wide & 0x7F
+    value = ((size << 20) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where(size == 0x7F, float("nan"), value)
+
+
+@triton.jit
 def _multiply(
     acc, rhs, scale_ptr, windows, x, matrix, n, k,
     K: tl.constexpr, N: tl.constexpr, SCALES: tl.constexpr, DESCRIPTOR: tl.constexpr,
@@ -76,7 +85,8 @@ def _multiply(
     if SCALES == "mxfp4":
         acc += tl.dot(_unpack_mxfp4(w, windows, BLOCK_N, BLOCK_K), x)
     else:
-        w = w.to(tl.float32).to(x.dtype)  # exact, and quicker than by float16
+        w = _float8(w) if w.dtype == tl.uint8 else w.to(tl.float32)
+        w = w.to(x.dtype)  # exact, and quicker than by float16
         if SCALES == "block":
             at = matrix * ((N + 127) // 128) + n // 128
             scale = tl.load(scale_ptr + at * ((K + 127) // 128) + k // 128)

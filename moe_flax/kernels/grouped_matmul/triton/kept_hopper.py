@@ -34,14 +34,14 @@ def depth(mxfp4: bool) -> int:
 
 
 def reorder(rows: jax.Array, mxfp4: bool) -> jax.Array:
-    """[R, K] with K in the kernel's order, and zeros up to a multiple of `depth`."""
+    """[R, K] -> [K / 64, R, 64] in the kernel's order of K, zeros up to a multiple of `depth`."""
     step = depth(mxfp4)
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % step)))
     if mxfp4:  # lane, half of its bytes, word, half of a register, pair of registers, register
-        parts = rows.reshape(rows.shape[0], -1, 4, 2, 4, 2, 2, 2)
-        return parts.transpose(0, 1, 6, 3, 4, 7, 2, 5).reshape(rows.shape)
-    parts = rows.reshape(rows.shape[0], -1, 4, 2, 4, 2, 2)
-    return parts.transpose(0, 1, 3, 4, 5, 2, 6).reshape(rows.shape)
+        parts = rows.reshape(rows.shape[0], -1, 4, 2, 4, 2, 2, 2).transpose(1, 6, 3, 0, 4, 7, 2, 5)
+    else:
+        parts = rows.reshape(rows.shape[0], -1, 4, 2, 4, 2, 2).transpose(1, 3, 0, 4, 5, 2, 6)
+    return parts.reshape(-1, rows.shape[0], 64)
 
 
 @gluon.jit
@@ -175,10 +175,10 @@ def _ordered(w, BLOCK_N: gl.constexpr, ACC: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    acc, packed, scale, x_ring, at, use_acc: gl.constexpr, SCALES: gl.constexpr,
+    acc, packed, scale, xs, use_acc: gl.constexpr, SCALES: gl.constexpr,
     BLOCK_N: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Unpacks [BLOCK_N, 128] bytes; starts acc + them @ the slices of 64 of rows from `at` on."""
+    """Unpacks [BLOCK_N, 128] bytes; starts acc + them @ the rows' slices of 64."""
     if SCALES == "mxfp4":
         wide = scale[:, :, None].broadcast_to([BLOCK_N, 8, 16])
         wide = gl.convert_layout(wide.reshape([BLOCK_N, 128]), packed.type.layout)
@@ -189,7 +189,7 @@ def _multiply(
     else:  # exact, and quicker than by float16
         parts = _ordered(packed.to(gl.float32).to(gl.bfloat16), BLOCK_N, ACC)
     for i in gl.static_range(len(parts)):
-        x = x_ring.index(at + i).permute((1, 0))
+        x = xs.index(i).permute((1, 0))
         acc = warpgroup_mma(parts[i], x, acc, use_acc=use_acc or i > 0, is_async=True)
     return acc
 
@@ -233,33 +233,30 @@ def _advance(
 @gluon.jit
 def _load(
     lhs, rhs, w_ring, x_ring, ready, stage, pred, matrix, row, n, k,
-    N: gl.constexpr, MATRICES: gl.constexpr, SLICES: gl.constexpr, STAGE_BYTES: gl.constexpr,
+    SLICES: gl.constexpr, STAGE_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Starts a stage's loads."""
+    """Starts a stage's loads, as few as can be: the compiler has the block wait at every one."""
     full = ready.index(stage)
     mbarrier.expect(full, STAGE_BYTES, pred)
-    for j in gl.static_range(MATRICES):
-        place = [(matrix + j) * N + n, k * WIDE]
-        tma.async_load(rhs, place, full, w_ring.index(stage * MATRICES + j), pred)
-    for i in gl.static_range(SLICES):
-        place = [row, (k * SLICES + i) * 64]
-        tma.async_load(lhs, place, full, x_ring.index(stage * SLICES + i), pred)
+    tma.async_load(rhs, [matrix, n, k * WIDE], full, w_ring.index(stage), pred)
+    tma.async_load(lhs, [k * SLICES, row, 0], full, x_ring.index(stage), pred)
 
 
 @gluon.jit
 def kept_hopper_kernel(
     lhs, rhs, scale_ptr, bias_ptr, table_ptr, out_ptr,
-    K: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
+    ROWS: gl.constexpr, K: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, EPILOGUE: gl.constexpr, SCALES: gl.constexpr,
     REORDERED: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr,
     UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr, BEFORE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPAN: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """lhs: descriptor of sorted rows [ROWS, K] after `reorder`; rhs: of [G * BRANCHES * N, bytes].
+    """lhs: descriptor of sorted rows after `reorder`, as [K / 64, ROWS, 64]; rhs: of
+    [G * BRANCHES, N, bytes], with both branches in a tile where the activation is fused.
 
     SCALES as kept.py's. The result has WIDTH columns, those from N on zero; REORDERED, "" or "8" or
-    "4", puts them in the order that a product with matrices of so many bits takes.
+    "4", puts them as `reorder` does for a product with matrices of so many bits.
     """
     PAIR: gl.constexpr = EPILOGUE == "activate" and BRANCHES == 2
     MATRICES: gl.constexpr = 2 if PAIR else 1
@@ -271,11 +268,15 @@ def kept_hopper_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     BYTES: gl.constexpr = _bytes_layout(BLOCK_N, WARPS)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WHOLE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     STAGE_BYTES: gl.constexpr = MATRICES * BLOCK_N * WIDE + BLOCK_M * DEEP * 2
 
-    w_ring = gl.allocate_shared_memory(rhs.dtype, [STAGES * MATRICES, BLOCK_N, WIDE], rhs.layout)
-    x_ring = gl.allocate_shared_memory(lhs.dtype, [STAGES * SLICES, BLOCK_M, 64], lhs.layout)
+    w_shape: gl.constexpr = [STAGES, MATRICES, BLOCK_N, WIDE]
+    x_shape: gl.constexpr = [STAGES, SLICES, BLOCK_M, 64]
+    w_ring = gl.allocate_shared_memory(rhs.dtype, w_shape, rhs.layout)
+    x_ring = gl.allocate_shared_memory(lhs.dtype, x_shape, lhs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
@@ -291,7 +292,7 @@ def kept_hopper_kernel(
     for i in gl.static_range(STAGES):
         _load(
             lhs, rhs, w_ring, x_ring, ready, i, tile_ahead < total, matrix_ahead, row_ahead,
-            n_ahead, k_ahead, N, MATRICES, SLICES, STAGE_BYTES,
+            n_ahead, k_ahead, SLICES, STAGE_BYTES,
         )  # fmt: skip
         tile_ahead, k_ahead, matrix_ahead, row_ahead, n_ahead = _advance(
             table_ptr, tile_ahead, k_ahead, matrix_ahead, row_ahead, n_ahead, total, tiles,
@@ -330,23 +331,22 @@ def kept_hopper_kernel(
                     scale2 = gl.load(scale_ptr + (block + BLOCKS) * STEPS + k)
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
-            packed = w_ring.index(stage * MATRICES).load(BYTES)
-            at_x = stage * SLICES
+            xs = x_ring.index(stage)._reinterpret(lhs.dtype, [SLICES, BLOCK_M, 64], HALVES)
+            ws = w_ring.index(stage)._reinterpret(rhs.dtype, [MATRICES, BLOCK_N, WIDE], WHOLE)
+            packed = ws.index(0).load(BYTES)
             if SCALES == "block":
-                part = _multiply(zeros, packed, scale1, x_ring, at_x, False, SCALES, BLOCK_N, ACC)
+                part = _multiply(zeros, packed, scale1, xs, False, SCALES, BLOCK_N, ACC)
             else:
-                acc = _multiply(acc, packed, scale1, x_ring, at_x, True, SCALES, BLOCK_N, ACC)
+                acc = _multiply(acc, packed, scale1, xs, True, SCALES, BLOCK_N, ACC)
             if PAIR:
-                packed = w_ring.index(stage * MATRICES + 1).load(BYTES)
+                packed = ws.index(1).load(BYTES)
                 if SCALES == "block":
-                    part2 = _multiply(
-                        zeros, packed, scale2, x_ring, at_x, False, SCALES, BLOCK_N, ACC
-                    )
+                    part2 = _multiply(zeros, packed, scale2, xs, False, SCALES, BLOCK_N, ACC)
                     part, part2 = warpgroup_mma_wait(0, deps=(part, part2))
                     acc += part * scale1
                     acc2 += part2 * scale2
                 else:
-                    acc2 = _multiply(acc2, packed, scale2, x_ring, at_x, True, SCALES, BLOCK_N, ACC)
+                    acc2 = _multiply(acc2, packed, scale2, xs, True, SCALES, BLOCK_N, ACC)
                     acc, acc2 = warpgroup_mma_wait(0, deps=(acc, acc2))
             elif SCALES == "block":
                 part = warpgroup_mma_wait(0, deps=(part,))
@@ -356,7 +356,7 @@ def kept_hopper_kernel(
             gl.barrier()
             _load(
                 lhs, rhs, w_ring, x_ring, ready, stage, tile_ahead < total, matrix_ahead,
-                row_ahead, n_ahead, k_ahead, N, MATRICES, SLICES, STAGE_BYTES,
+                row_ahead, n_ahead, k_ahead, SLICES, STAGE_BYTES,
             )  # fmt: skip
             tile_ahead, k_ahead, matrix_ahead, row_ahead, n_ahead = _advance(
                 table_ptr, tile_ahead, k_ahead, matrix_ahead, row_ahead, n_ahead, total, tiles,
@@ -389,12 +389,12 @@ def kept_hopper_kernel(
         end = gl.load(table_ptr + 2 + group)
         ms = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
         ns = n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT))
-        places = ns
-        if REORDERED == "4":
-            places = _reordered(ns, True)
-        elif REORDERED == "8":
-            places = _reordered(ns, False)
-        MERGED: gl.constexpr = 1 if EPILOGUE == "activate" else BRANCHES
-        rows = out_ptr + ms.to(gl.int64)[None, :] * (MERGED * WIDTH)
-        out = rows + ((matrix - group * BRANCHES) * WIDTH + places)[:, None]
+        if REORDERED == "":
+            pitch: gl.constexpr = N if EPILOGUE == "activate" else BRANCHES * N
+            places = ((matrix - group * BRANCHES) * N + ns).to(gl.int64)
+        else:
+            pitch: gl.constexpr = 64
+            places = _reordered(ns, REORDERED == "4")
+            places = (places // 64).to(gl.int64) * (ROWS * 64) + places % 64
+        out = out_ptr + ms.to(gl.int64)[None, :] * pitch + places[:, None]
         gl.store(out, y, mask=(ms < end)[None, :] & (ns < WIDTH)[:, None])
