@@ -159,9 +159,9 @@ def plan_errors(plan: sorting.Plan, sizes: np.ndarray) -> int:
     table = np.asarray(plan.table)
     groups = plan.num_groups
     count = len(tiles)
-    wrong = int(count != table[0]) + int(count > plan.capacity)
+    wrong = int(count != table[0]) + int(plan.capacity < count)
     starts = np.append(0, ends)[: groups + 1]
-    wrong += int(np.sum(starts != table[1 : 2 + groups]))
+    wrong += int(np.count_nonzero(table[1 : 2 + groups] - starts))
     lists = table[2 + groups :].reshape(2, plan.capacity)[:, :count]
     return wrong + int((lists.T != np.array(tiles).reshape(-1, 2)).sum())
 
