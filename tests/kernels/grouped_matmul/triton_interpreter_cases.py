@@ -163,7 +163,7 @@ def plan_errors(plan: sorting.Plan, sizes: np.ndarray) -> int:
     starts = np.append(0, ends)[: groups + 1]
     wrong += int(np.count_nonzero(table[1 : 2 + groups] - starts))
     lists = table[2 + groups :].reshape(2, plan.capacity)[:, :count]
-    return wrong + int((lists.T != np.array(tiles).reshape(-1, 2)).sum())
+    return wrong + int(np.count_nonzero(lists.T - np.array(tiles).reshape(-1, 2)))
 
 
 # T, E, K, D, F, activation, branches, biases, the function that quantises
