@@ -15,6 +15,7 @@ from moe_flax.routing import Routing
 from moe_flax.varying import align_varying
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_AXES, _TRANSPOSED_AXES = ("[E, J, D, F]", "[E, F, D]"), ("[E, J, F, D]", "[E, D, F]")
 
 
 def expert_ffn(
@@ -28,6 +29,7 @@ def expert_ffn(
     wo_bias: Float[Array, "E D"] | None = None,
     wi_scale: Float[Array, "..."] | None = None,
     wo_scale: Float[Array, "..."] | None = None,
+    transpose_weights: bool = False,
     precision: jax.lax.PrecisionLike = None,
     backend: str = "auto",
 ) -> Float[Array, "T D"]:
@@ -49,6 +51,8 @@ def expert_ffn(
       wo_bias: [E, D] or None; the routing weight multiplies it as it does the product.
       wi_scale: where wi is quantised, scales that `moe_flax.quantize.dequantize` takes.
       wo_scale: the same for wo.
+      transpose_weights: wi is [E, J, F, D] and wo [E, D, F], scales alike. MXFP4, two values in a
+        uint8 along the last axis, needs it.
       precision: of the products, as in ``jax.numpy.matmul``.
       backend: as for `moe_flax.grouped_matmul`.
 
@@ -60,7 +64,9 @@ def expert_ffn(
       TypeError: dtypes that are not allowed.
     """
     activation = resolve_activation(activation)
-    _check(tokens, wi, wo, routing, activation, wi_bias, wo_bias, wi_scale, wo_scale)
+    _check(
+        tokens, wi, wo, routing, activation, wi_bias, wo_bias, wi_scale, wo_scale, transpose_weights
+    )
     name = resolve_backend(backend)
     tokens, wi, wo, ids, weights, wi_bias, wo_bias, wi_scale, wo_scale = align_varying(
         tokens, wi, wo, routing.expert_ids, routing.weights, wi_bias, wo_bias, wi_scale, wo_scale
@@ -79,12 +85,25 @@ def expert_ffn(
         wo_bias=wo_bias,
         wi_scale=wi_scale,
         wo_scale=wo_scale,
+        transpose_weights=transpose_weights,
         precision=precision,
     )
 
 
 def sorted_ffn(
-    tokens, wi, wo, routing, *, activation, wi_bias, wo_bias, wi_scale, wo_scale, precision, backend
+    tokens,
+    wi,
+    wo,
+    routing,
+    *,
+    activation,
+    wi_bias,
+    wo_bias,
+    wi_scale,
+    wo_scale,
+    transpose_weights,
+    precision,
+    backend,
 ) -> jax.Array:
     """Sort, two grouped products, combine: for backends that have only the products."""
     wi = wi if wi_scale is None else dequantize(wi, wi_scale).astype(tokens.dtype)
@@ -99,11 +118,11 @@ def sorted_ffn(
     if routing.apply_to == "input":
         scale = gather_slots(routing.weights, permutation)[:, None]
         rows = rows.astype(jnp.promote_types(dtype, jnp.float32)) * scale
-    hidden = product(rows.astype(dtype), wi.astype(dtype))
+    hidden = product(rows.astype(dtype), wi.astype(dtype), transpose_rhs=transpose_weights)
     if wi_bias is not None:
         hidden = _add_bias(hidden, wi_bias, product, permutation)
     hidden = _activate(activation, hidden)
-    rows = product(hidden, wo.astype(dtype))
+    rows = product(hidden, wo.astype(dtype), transpose_rhs=transpose_weights)
     if wo_bias is not None:
         rows = _add_bias(rows, wo_bias, product, permutation)
     weights = None if routing.apply_to == "input" else routing.weights
@@ -133,6 +152,7 @@ def expert_ffn_reference(
     wo_bias: Float[Array, "E D"] | None = None,
     wi_scale: Float[Array, "..."] | None = None,
     wo_scale: Float[Array, "..."] | None = None,
+    transpose_weights: bool = False,
 ) -> Float[Array, "T D"]:
     """`expert_ffn` written plainly: every token through every expert, in float32.
 
@@ -141,6 +161,8 @@ def expert_ffn_reference(
     activation = resolve_activation(activation)
     wi = wi if wi_scale is None else dequantize(wi, wi_scale)
     wo = wo if wo_scale is None else dequantize(wo, wo_scale)
+    if transpose_weights:
+        wi, wo = wi.swapaxes(-1, -2), wo.swapaxes(-1, -2)
     dtype = jnp.promote_types(tokens.dtype, jnp.float32)
     x, wi, wo = (a.astype(dtype) for a in (tokens, wi, wo))
     chosen = routing.expert_ids[:, :, None] == jnp.arange(wi.shape[0])  # [T, K, E]
@@ -159,18 +181,41 @@ def expert_ffn_reference(
     return jnp.where(chosen, out, 0).sum(axis=1).astype(tokens.dtype)
 
 
-def _check(tokens, wi, wo, routing, activation, wi_bias, wo_bias, wi_scale, wo_scale) -> None:
+def _check(
+    tokens, wi, wo, routing, activation, wi_bias, wo_bias, wi_scale, wo_scale, transposed
+) -> None:
     """Raises where the operands do not fit one another."""
     ids, weights = routing.expert_ids, routing.weights
-    ranks = {"tokens [T, D]": (tokens, 2), "wi [E, J, D, F]": (wi, 4), "wo [E, F, D]": (wo, 3)}
+    wi_axes, wo_axes = _TRANSPOSED_AXES if transposed else _AXES
+    ranks = {"tokens [T, D]": (tokens, 2), f"wi {wi_axes}": (wi, 4), f"wo {wo_axes}": (wo, 3)}
     for name, (operand, rank) in ranks.items():
         if operand.ndim != rank:
             raise ValueError(f"expert_ffn takes {name}, got shape {operand.shape}")
     num_tokens, features = tokens.shape
-    experts, branches, _, hidden = wi.shape
+    experts, branches = wi.shape[:2]
+    hidden = wi.shape[2 if transposed else 3]
+    packed = [
+        scale is not None and weight.dtype == jnp.uint8
+        for weight, scale in ((wi, wi_scale), (wo, wo_scale))
+    ]
+    if any(packed) and not transposed:
+        raise ValueError(
+            "MXFP4 (uint8) has two values in a byte along the contraction's axis, which must be the"
+            " last one: pass transpose_weights=True with wi [E, J, F, D / 2] and wo [E, D, F / 2],"
+            f" got wi {wi.shape}, wo {wo.shape}"
+        )
+    for pairs, name, size in zip(packed, ("tokens' D", "F"), (features, hidden), strict=True):
+        if pairs and size % 2:
+            raise ValueError(
+                f"{name} must be even with weights of two values in a byte, got {size}"
+            )
+    wi_shape, wo_shape = (features, hidden), (hidden, features)
+    if transposed:
+        wi_shape = (hidden, features // 2 if packed[0] else features)
+        wo_shape = (features, hidden // 2 if packed[1] else hidden)
     wanted = {
-        "wi": (wi, (experts, branches, features, hidden)),
-        "wo": (wo, (experts, hidden, features)),
+        "wi": (wi, (experts, branches, *wi_shape)),
+        "wo": (wo, (experts, *wo_shape)),
         "wi_bias": (wi_bias, (experts, branches, hidden)),
         "wo_bias": (wo_bias, (experts, features)),
         "routing.expert_ids": (ids, (num_tokens, *ids.shape[1:2])),
@@ -189,7 +234,7 @@ def _check(tokens, wi, wo, routing, activation, wi_bias, wo_bias, wi_scale, wo_s
     if branches == 1 and activation.up_offset:
         raise ValueError(
             f"activation {activation} offsets the up branch of a gated FFN: wi must be"
-            f" [E, 2, D, F], got {wi.shape}"
+            f" {wi_axes.replace('J', '2')}, got {wi.shape}"
         )
     if routing.apply_to not in ("output", "input"):
         raise ValueError(f"apply_to must be 'output' or 'input', got {routing.apply_to!r}")

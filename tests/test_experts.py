@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_flax.activations import Activation
 from moe_flax.experts import expert_ffn, expert_ffn_reference
+from moe_flax.quantize import dequantize, quantize_blocks, quantize_mxfp4
 from moe_flax.routing import Routing
 
 
@@ -233,6 +234,54 @@ def test_quantised_weights():
         "wo": jnp.asarray(quantised["wo"], jnp.float32) * quantised["wo_scale"],
     }
     assert distance(out, run(expert_ffn_reference, wide, ids, apply_to)) < 2e-6
+
+
+def transposed(arrays):
+    return arrays | {name: arrays[name].swapaxes(-1, -2) for name in ("wi", "wo")}
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+def test_transposed_weights_and_their_gradients(backend):
+    arrays, ids, apply_to = layer()
+    wanted = output_and_gradients(expert_ffn_reference, arrays, ids, apply_to)
+    turned = transposed(arrays)
+    for function, keywords in ((expert_ffn, {"backend": backend}), (expert_ffn_reference, {})):
+        actual = output_and_gradients(
+            function, turned, ids, apply_to, transpose_weights=True, **keywords
+        )
+        actual = transposed(actual)
+        for name in wanted:
+            assert distance(actual[name], wanted[name]) < 2e-6, name
+
+
+@pytest.mark.parametrize(
+    "quantise", [quantize_mxfp4, pytest.param(quantize_blocks, marks=pytest.mark.slow)]
+)
+def test_transposed_quantised_weights(quantise):
+    arrays, ids, apply_to = layer(d=160, f=70)
+    arrays = transposed(arrays)
+    kept = dict(arrays)
+    for name in ("wi", "wo"):
+        kept[name], kept[f"{name}_scale"] = jax.jit(quantise)(arrays[name])
+        arrays[name] = jax.jit(dequantize)(kept[name], kept[f"{name}_scale"])
+    out = run(expert_ffn, kept, ids, apply_to, transpose_weights=True)
+    wanted = run(expert_ffn_reference, arrays, ids, apply_to, transpose_weights=True)
+    assert distance(out, wanted) < 2e-6
+
+
+def test_packed_weights_that_do_not_fit():
+    arrays, ids, _ = layer()
+    packed = {"wi": jnp.zeros((4, 2, 24, 8), jnp.uint8), "wi_scale": jnp.ones((4, 2, 24, 1))}
+    with pytest.raises(ValueError, match="pass transpose_weights=True"):
+        run(expert_ffn, arrays | packed, ids, "output")
+    arrays = transposed(arrays) | packed
+    for name, change, message in (
+        ("wi", jnp.zeros((4, 2, 24, 16), jnp.uint8), r"wi must have shape \(4, 2, 24, 8\)"),
+        ("tokens", arrays["tokens"][:, :15], r"D must be even .*, got 15"),
+        ("wo", arrays["wi"], r"wo \[E, D, F\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(expert_ffn, arrays | {name: change}, ids, "output", transpose_weights=True)
 
 
 def test_tokens_sharded_and_experts_replicated_under_shard_map():

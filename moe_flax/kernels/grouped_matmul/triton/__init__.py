@@ -66,7 +66,18 @@ def row_contraction(
 
 
 def expert_ffn(
-    tokens, wi, wo, routing, *, activation, wi_bias, wo_bias, wi_scale, wo_scale, precision
+    tokens,
+    wi,
+    wo,
+    routing,
+    *,
+    activation,
+    wi_bias,
+    wo_bias,
+    wi_scale,
+    wo_scale,
+    transpose_weights,
+    precision,
 ) -> jax.Array:
     """The routed half in one call with its own gradient; see `moe_flax.expert_ffn`.
 
@@ -82,7 +93,8 @@ def expert_ffn(
 
         return sorted_ffn(
             tokens, wi, wo, routing, activation=activation, wi_bias=wi_bias, wo_bias=wo_bias,
-            wi_scale=None, wo_scale=None, precision=precision, backend="xla",
+            wi_scale=None, wo_scale=None, transpose_weights=transpose_weights,
+            precision=precision, backend="xla",
         )  # fmt: skip
     if 0 in (tokens.size, wi.size):
         return jnp.zeros_like(tokens)
@@ -95,7 +107,7 @@ def expert_ffn(
         rows = jnp.where(placed[:, :, None], scaled, 0).reshape(-1, tokens.shape[1]).astype(dtype)
         ids, weights = ids.reshape(-1, 1), jnp.ones((ids.size, 1), jnp.float32)
     with jax.default_matmul_precision(precision):
-        call = ffn.make_call(activation, rows, wi, ids, calls.dot_precision())
+        call = ffn.make_call(activation, rows, wi, ids, calls.dot_precision(), transpose_weights)
     biases = [None if b is None else b.astype(jnp.float32) for b in (wi_bias, wo_bias)]
     matrices = (wi.astype(dtype), wo.astype(dtype))
     y = jnp.asarray(ffn.routed_ffn(call, rows, *matrices, *biases, ids, weights))

@@ -25,6 +25,7 @@ class Call:
       gather_first: copy the rows to their sorted places ahead of the fused first product.
       plain_up, down, grad_hidden, grad_tokens: tiles of the plain products.
       grad_weights: tiles of the contractions.
+      transposed: wi is [E, J, F, D] and wo [E, D, F].
     """
 
     activation: Activation
@@ -36,20 +37,28 @@ class Call:
     grad_hidden: configs.Tiles
     grad_tokens: configs.Tiles
     grad_weights: configs.Tiles
+    transposed: bool = False
 
 
-def make_call(activation: Activation, tokens, wi, ids, precision: str | None = None) -> Call:
-    """Chooses the tiles for tokens [T, D], wi [E, J, D, F] and ids [T, K]."""
+def make_call(
+    activation: Activation, tokens, wi, ids, precision: str | None = None, transposed: bool = False
+) -> Call:
+    """Chooses the tiles for tokens [T, D], wi [E, J, D, F] or transposed, and ids [T, K]."""
     chip, rows = launch.chip(), ids.size
-    experts, branches, features, hidden = wi.shape
+    experts, branches = wi.shape[:2]
+    features, hidden = wi.shape[:1:-1] if transposed else wi.shape[2:]
     size = tokens.dtype.itemsize
     choose = functools.partial(configs.product_tiles, chip, rows, experts)
     up, gather_first = configs.fused_tiles(chip, rows, experts, features, hidden, size, branches)
     widen, narrow = choose(features, hidden, size), choose(hidden, features, size)
     back = configs.summed_tiles(chip, rows, experts, hidden, features, size)
+    if transposed:  # the Hopper kernel has no transposed pair, nor a summed product of others
+        plain = configs.Tiles(128, 256, 64, 8, 4)
+        up = dataclasses.replace(plain, columns=256 // branches) if up.specialised else up
+        back = plain if back.specialised else back
     return Call(
         activation, precision or calls.dot_precision(), up, gather_first, widen, narrow, widen,
-        back, configs.contraction_tiles(chip, size),
+        back, configs.contraction_tiles(chip, size), transposed,
     )  # fmt: skip
 
 
@@ -63,7 +72,8 @@ def routed_ffn(call: Call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     Args:
       call: the fixed part.
       tokens: [T, D].
-      wi: [E, J, D, F], J is 2 (gate, up) or 1; wo: [E, F, D]; all of the tokens' dtype.
+      wi: [E, J, D, F], J is 2 (gate, up) or 1; wo: [E, F, D]; all of the tokens' dtype. Transposed
+        where the call says so.
       wi_bias: [E, J, F] or None; wo_bias: [E, D] or None.
       ids: [T, K] int32; ids outside [0, E) are skipped.
       weights: [T, K] float32.
@@ -82,7 +92,7 @@ def _infer(call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
         rows, index = gather(tokens, order.row_token), None
     hidden = calls.product(
         rows, wi, order.plan, ids.size, tiles=call.up, gather=index, bias=wi_bias,
-        activation=call.activation, precision=call.precision,
+        transposed=call.transposed, activation=call.activation, precision=call.precision,
     )  # fmt: skip
     return _down(call, hidden, wo, wo_bias, order, weights)
 
@@ -91,8 +101,9 @@ def _down(call, hidden, wo, wo_bias, order, weights):
     bias = None if wo_bias is None else wo_bias[:, None]
     rows = hidden.shape[0]
     values = calls.product(
-        hidden, wo[:, None], order.plan, rows, tiles=call.down, bias=bias, precision=call.precision
-    )
+        hidden, wo[:, None], order.plan, rows, tiles=call.down, transposed=call.transposed,
+        bias=bias, precision=call.precision,
+    )  # fmt: skip
     return combine(values.reshape(rows, -1), weights, order.slot_row, weights.shape[1])
 
 
@@ -106,8 +117,9 @@ def _train(call, tokens, wi, wo, wi_bias, wo_bias, ids, weights):
     order = sort_by_expert(ids, weights, wi.shape[0], call.up.rows)
     rows = gather(tokens, order.row_token)
     pre = calls.product(
-        rows, wi, order.plan, ids.size, tiles=call.plain_up, bias=wi_bias, precision=call.precision
-    )
+        rows, wi, order.plan, ids.size, tiles=call.plain_up, transposed=call.transposed,
+        bias=wi_bias, precision=call.precision,
+    )  # fmt: skip
     hidden = activate_rows(pre, call.activation)
     y = _down(call, hidden, wo, wo_bias, order, weights)
     sort = (order.row_token, order.row_weight, order.slot_row, order.plan.table)
@@ -134,31 +146,31 @@ def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
         plan,
         rows,
         tiles=call.grad_hidden,
-        transposed=True,
+        transposed=not call.transposed,
         precision=call.precision,
     )
     d_pre, weighted, dots = activate_rows_grad(
         d_hidden.reshape(rows, -1), pre, row_weight, call.activation
     )
+    turn = -1 if call.transposed else 1
     d_wo = calls.contraction(
-        weighted,
-        grad_rows,
+        *(weighted, grad_rows)[::turn],
         plan,
         tiles=call.grad_weights,
         out_dtype=wo.dtype,
         precision=call.precision,
     )
     d_wi = calls.contraction(
-        gather(tokens, row_token),
-        d_pre,
+        *(gather(tokens, row_token), d_pre)[::turn],
         plan,
         tiles=call.grad_weights,
         out_dtype=wi.dtype,
         precision=call.precision,
     ).reshape(wi.shape)
     d_rows = calls.product(
-        d_pre, wi, plan, rows, tiles=call.grad_tokens, transposed=True, precision=call.precision
-    )
+        d_pre, wi, plan, rows, tiles=call.grad_tokens, transposed=not call.transposed,
+        precision=call.precision,
+    )  # fmt: skip
     d_tokens = combine(d_rows.reshape(rows, -1), None, slot_row, top_k)
     placed = slot_row >= 0
     d_weights = jnp.where(placed, dots[jnp.maximum(slot_row, 0)], 0.0).reshape(ids.shape)
