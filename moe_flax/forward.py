@@ -28,12 +28,14 @@ class Forward:
       backend: of the experts' products.
       expert_parallel: a strategy of ``moe_flax.parallel``, "auto" among the collective ones, or
         the fused kernel.
+      transposed: whether the experts' weights lie transposed, see `moe_flax.expert_ffn`.
     """
 
     config: MoEConfig
     precision: tp.Any = None
     backend: str = "auto"
     expert_parallel: str | parallel.Fused = "auto"
+    transposed: bool = False
 
     @property
     def check_vma(self) -> bool:
@@ -117,6 +119,9 @@ class Forward:
             activation=self.config.activation,
             wi_bias=weights.wi_bias,
             wo_bias=weights.wo_bias,
+            wi_scale=weights.wi_scale,
+            wo_scale=weights.wo_scale,
+            transpose_weights=self.transposed,
             precision=self.precision,
             backend=self.backend,
         )
@@ -131,6 +136,8 @@ def _weights(parameters: Parameters, axes: DeviceAxes) -> parallel.ExpertWeights
         wo=parameters["experts.wo"],
         wi_bias=parameters.get("experts.wi_bias"),
         wo_bias=wo_bias,
+        wi_scale=parameters.get("experts.wi_scale"),
+        wo_scale=parameters.get("experts.wo_scale"),
     )
 
 
