@@ -3,7 +3,6 @@
 import math
 import typing as tp
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Shaped
@@ -21,7 +20,7 @@ class WeightScale(nnx.Variable):
     """The scales of a `QuantizedWeight`; no Param either."""
 
 
-def is_packed(values: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def is_packed(values: tp.Any) -> bool:
     """Whether each element holds two values of four bits, along the last axis."""
     return values.dtype == jnp.uint8
 

@@ -179,7 +179,7 @@ def resolve_axes(mesh: AnyMesh, rules: Rules | None = None) -> MeshAxes:
         logical: tuple(name for name in names if mesh.shape[name] > 1)
         for logical, names in axes.items()
     }
-    return MeshAxes(mesh=mesh, **trimmed)
+    return MeshAxes(mesh, trimmed["expert"], trimmed["embed"], trimmed["mlp"], trimmed["tokens"])
 
 
 def flax_rules(rules: Rules | None) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:

@@ -14,11 +14,12 @@ import typing as tp
 import numpy as np
 
 from moe_flax.checkpoint import families
-from moe_flax.checkpoint.convert import find_form, layer_outputs, without_quantization
+from moe_flax.checkpoint.convert import find_form, without_quantization
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.hf_config import load_json, read_config, rewrite_config
 from moe_flax.checkpoint.mapping import parameter_shapes
 from moe_flax.checkpoint.modules import parameter_dtype
+from moe_flax.checkpoint.outputs import layer_outputs
 from moe_flax.checkpoint.reader import Reader
 from moe_flax.checkpoint.source import Source, bind
 from moe_flax.checkpoint.streamed import Streamed, restored_tree, save_tree

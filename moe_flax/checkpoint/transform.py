@@ -11,12 +11,13 @@ import typing as tp
 import numpy as np
 
 from moe_flax.checkpoint import families
-from moe_flax.checkpoint.convert import find_form, layer_outputs, without_quantization
+from moe_flax.checkpoint.convert import find_form, without_quantization
 from moe_flax.checkpoint.encode import SCHEMES, quantize, scale_shape
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.hf_config import rewrite_config
 from moe_flax.checkpoint.layouts import PARAMETER_AXES
 from moe_flax.checkpoint.mapping import Index, Parameter
+from moe_flax.checkpoint.outputs import layer_outputs
 from moe_flax.checkpoint.reader import DTYPES, INDEX_NAME
 from moe_flax.checkpoint.source import Layer, Source, bind
 from moe_flax.checkpoint.writer import DEFAULT_SHARD_BYTES, Output, write_checkpoint
