@@ -333,7 +333,7 @@ def unchanged_outputs(binding: Binding, tensors: Tensors, parameter: Parameter) 
 def is_quantized(binding: Binding, tensors: Tensors) -> bool:
     """Whether all of a parameter's tensors are quantized."""
     return bool(binding.keys) and all(
-        isinstance(tensors[key], QuantizedTensor) for key in binding.keys
+        isinstance(tensors.get(key), QuantizedTensor) for key in binding.keys
     )
 
 
