@@ -11,8 +11,6 @@ import pathlib
 import shutil
 import typing as tp
 
-import numpy as np
-
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.convert import find_form, without_quantization
 from moe_flax.checkpoint.errors import fault
@@ -23,6 +21,7 @@ from moe_flax.checkpoint.outputs import layer_outputs
 from moe_flax.checkpoint.reader import Reader
 from moe_flax.checkpoint.source import Source, bind
 from moe_flax.checkpoint.streamed import Streamed, restored_tree, save_tree
+from moe_flax.checkpoint.transform import conversion_cast
 from moe_flax.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Output,
@@ -50,7 +49,7 @@ def write_orbax(
     Args:
       path: the directory; absent or empty. It appears when it is complete.
       source: the opened checkpoint.
-      dtype: of the experts' weights; None keeps the stored one.
+      dtype: see `transform.plan`.
       fingerprint: a run with another one is not continued.
       progress: called with the number of bytes written.
     """
@@ -58,17 +57,19 @@ def write_orbax(
     check_target(path)
     work = incomplete(path)
     mark = work / "fingerprint"
+    cast = conversion_cast(source, dtype)
     if not mark.is_file() or mark.read_text() != fingerprint:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         mark.write_text(fingerprint)
     try:
-        for index in source.layers:
+        for index, bound in source.layers.items():
             target = work / "layers" / f"{index:05d}"
             tree = {
                 name: Streamed(
                     parameter,
-                    parameter_dtype(name, parameter.dtype, dtype),
+                    cast.parameter(source, name, bound.bindings[name])
+                    or parameter_dtype(name, parameter.dtype, None),
                     by_row=name.startswith("experts."),
                     progress=progress,
                 )
@@ -79,7 +80,7 @@ def write_orbax(
             else:
                 save_tree(target, tree)
         if not (work / "rest").exists():
-            rest = [array_output(n, np.asarray(source.tensors[n])) for n in source.rest]
+            rest = [cast.rest(source, name) for name in source.rest]
             write_checkpoint(work / "rest", rest, {}, progress=progress)
         meta = {
             "hf_config": without_quantization(source.hf_config),

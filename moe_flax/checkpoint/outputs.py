@@ -17,7 +17,8 @@ from moe_flax.checkpoint.mapping import (
 )
 from moe_flax.checkpoint.modules import named_variables
 from moe_flax.checkpoint.quantized import QuantizedTensor
-from moe_flax.checkpoint.source import Layer
+from moe_flax.checkpoint.reader import DTYPES
+from moe_flax.checkpoint.source import Layer, Source
 from moe_flax.checkpoint.writer import Output
 from moe_flax.layers import MoE
 
@@ -84,6 +85,43 @@ def _as_held(
                 f"values of shape {values.shape} with scales of {scale.shape} are not what"
                 f" {binding.key(0, 0)!r} was read as, {shapes}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """The dtypes that a conversion gives floats. Router weights and vectors keep theirs always.
+
+    Args:
+      dtype: of the experts' weights and of other matrices; None keeps that of floats, and gives
+        what was quantized `quantized`.
+      quantized: such as the model's own dtype: float32 would only take room, since neither 8 nor 4
+        bits and their scale need it.
+    """
+
+    dtype: np.dtype | None
+    quantized: np.dtype
+
+    def parameter(self, source: Source, name: str, binding: Binding) -> np.dtype | None:
+        """What a layer's parameter is cast to; None for what it is."""
+        if name.startswith("router."):
+            return None
+        found = any(key in source.quantized for key in binding.keys)
+        return self.dtype or (self.quantized if found else None)
+
+    def rest(self, source: Source, name: str) -> Output:
+        """A tensor that belongs to no layer's parameter."""
+        tensor = source.tensors[name]
+        dtype = np.dtype(tensor.dtype)
+        if dtype in _FLOATS and len(tensor.shape) > 1:
+            dtype = self.dtype or (self.quantized if name in source.quantized else dtype)
+
+        def chunks() -> list[np.ndarray]:
+            return [np.asarray(source.tensors[name]).astype(dtype, copy=False)]
+
+        return Output(name, dtype, tuple(tensor.shape), chunks)
+
+
+_FLOATS: tp.Final = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))
 
 
 def layer_outputs(

@@ -246,9 +246,8 @@ class QuantizedTensor:
         if second is not None:
             other = _second(second, self.shape, self.name)
             scales = scales * other if self.format.divide else scales / other
-        scales = scales.swapaxes(1, 2) if self._swapped else scales
         if scales.size == stored.size:
-            scales = scales.reshape(stored.shape)
+            scales = scales.reshape(stored.shape)  # axes that `_merge` swaps or adds have size 1
             if stored.dtype in (np.uint8, np.dtype(ml_dtypes.float8_e8m0fnu)):
                 exponents = np.clip(np.frexp(scales)[1] + 126, 0, 254).astype(np.uint8)
                 scales = np.where(np.isnan(scales), np.uint8(255), exponents).view(stored.dtype)

@@ -282,6 +282,8 @@ def test_saved_again_it_is_the_same_file(tmp_path, kind, transposed):
             assert isinstance(weight, QuantizedWeight)
             assert (weight.dtype == jnp.uint8) == (kind in PACKED and transposed is not False)
         assert layer.experts.transposed == (transposed or (kind in PACKED and transposed is None))
+        powers = kind.startswith("mxfp4") and transposed is not False
+        assert layer.experts.wi_scale.dtype == (jnp.float8_e8m0fnu if powers else jnp.float32)
         for name in ("kernel", "correction_bias"):
             value = getattr(layer.router, name)
             assert value is None or value.dtype == jnp.float32
@@ -314,8 +316,8 @@ def test_the_layer_computes_what_its_floats_do(tmp_path, kind, transposed):
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [
-        ("fp8 blocks", {"expert": 2, "tensor": 2}),  # 96 values, one scale: 48 to a device
-        pytest.param("fp8 blocks of 64 x 16", {"expert": 2, "tensor": 4}, marks=pytest.mark.slow),
+        ("fp8 blocks of 64 x 16", {"expert": 2, "tensor": 2}),  # 64 and 32 values, 48 a device
+        pytest.param("fp8 blocks", {"expert": 2, "tensor": 4}, marks=pytest.mark.slow),
         pytest.param("fp8 ue8m0", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("int4", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("mxfp4 packed", {"expert": 2, "fsdp": 2}, marks=pytest.mark.slow),
@@ -341,6 +343,7 @@ def test_on_a_mesh(tmp_path, kind, axes):
     assert_same(tmp_path / "saved", source)
 
 
+@pytest.mark.slow
 def test_parameters_for_expert_ffn(tmp_path):
     source, _ = made(tmp_path, "mxfp4 packed")
     plain = checkpoint.load_layer(source, 0)
@@ -367,6 +370,15 @@ def test_scales_that_changed_are_written_where_the_format_has_them(tmp_path):
     for e in range(E):
         name = f"model.layers.0.mlp.experts.{e}.up_proj.scale"
         assert after[name][2] == bytes(byte + 1 for byte in before[name][2])
+    (tmp_path / "across").mkdir()
+    across, tensors = made(tmp_path / "across", "fbgemm, square")
+    other = checkpoint.load(across, quantized="keep")
+    wo_scale = other.layers[1].experts.wo_scale
+    wo_scale[...] = wo_scale[...] + jnp.arange(wo_scale.shape[-1])
+    checkpoint.save(tmp_path / "more", other)
+    name = "model.layers.1.feed_forward.experts.down_proj_scale"
+    more = tensors[name] + np.arange(wo_scale.shape[-1], dtype=np.float32)[:, None]
+    assert_same(tmp_path / "more", across, **{name: more})
     scale[...] = scale[...] * 1.5
     with pytest.raises(CheckpointError, match="its scales have changed, and float8_e8m0fnu"):
         checkpoint.save(tmp_path / "half", model)
