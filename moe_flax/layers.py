@@ -327,7 +327,9 @@ class MoE(nnx.Module):
         """Sends every token to its experts.
 
         Args:
-          inputs: [..., D], of any rank from 1 up and any floating dtype.
+          inputs: [..., D], of any rank from 1 up and any floating dtype. Where the router has a
+            capacity for each sequence, that is the axis before D; inside a caller's ``shard_map``
+            it must be whole.
           return_aux: also return losses and load, summed over the whole mesh.
           mask: [...], False for tokens that only pad the batch: they give zeros from the routed
             experts, and count in no loss and no load.
@@ -397,6 +399,7 @@ class MoE(nnx.Module):
         experts = self.experts
         if axes is not None:
             axes = dataclasses.replace(axes, logical=experts.logical)
+        by_sequence = self.config.router.capacity_scope == "sequence"
         forward = Forward(
             config=self.config,
             precision=self.precision,
@@ -405,6 +408,7 @@ class MoE(nnx.Module):
                 self.expert_parallel, axes, inputs.dtype, transposed=experts.transposed
             ),
             transposed=experts.transposed,
+            sequence_length=inputs.shape[-2] if by_sequence and inputs.ndim > 1 else None,
         )
         parameters = self._parameters(inputs.dtype)
         if mask is None:

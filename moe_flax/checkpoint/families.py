@@ -1011,7 +1011,12 @@ TABLE: tp.Final[tuple[Family, ...]] = (
         hidden=field("d_ff"),
         experts=_experts("num_experts"),
         top_k=1,
-        router={**_softmax(False), "logit_bias": field("router_bias", default=False)},
+        router={
+            **_softmax(False),
+            "logit_bias": field("router_bias", default=False),
+            "expert_capacity": field("expert_capacity", default=64),
+            "capacity_scope": "sequence",
+        },
         activation=Act(field("dense_act_fn", default="relu", choices=FUNCTIONS), gated=False),
         stacks=(
             Stack(
@@ -1025,8 +1030,8 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 LayerRule(period=field("decoder_sparse_step"), phase=1),
             ),
         ),
-        note="The model drops a token past expert_capacity of its own sequence; the layer does not"
-        " know sequences and drops none. apply_capacity does it for the routing of one sequence.",
+        note="A token past expert_capacity of its own sequence is dropped: call the layer with"
+        " [batch, sequence, features].",
     ),
     Family(
         ("nllb-moe", "nllb_moe"),
@@ -1053,6 +1058,15 @@ TABLE: tp.Final[tuple[Family, ...]] = (
             "logit_bias": field("router_bias", default=False),
             # At inference the model multiplies by the probability that a token is kept.
             "scale": field("moe_token_dropout", default=0.2, cast="complement"),
+            "capacity_fraction": field("moe_eval_capacity_token_fraction", default=1.0),
+            "capacity_priority": field(
+                "batch_prioritized_routing", default="slot", choices={True: "weight", False: "slot"}
+            ),
+            "capacity_renormalize": field(
+                "normalize_router_prob_before_dropping",
+                default=True,
+                choices={True: False, False: True},
+            ),
         },
         activation=Act(
             field("activation_function", default="relu", choices=FUNCTIONS), gated=False
@@ -1070,11 +1084,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 LayerRule(period=field("decoder_sparse_step"), phase=-1),
             ),
         ),
-        # Outside training no token is dropped at a fraction of 1; expert_capacity is of training.
-        expects={
-            "moe_eval_capacity_token_fraction": (1,),
-            "second_expert_policy": ("all",),
-        },
+        expects={"second_expert_policy": ("all",)},
         note="The layer is the one of evaluation; expert_capacity, for training, is not applied.",
     ),
 )

@@ -107,13 +107,17 @@ def test_a_scale_that_is_no_number(value):
         MoEConfig.from_hf(config_of(FIXTURES / "qwen3_moe-plain") | {"norm_topk_prob": "yes"})
 
 
-def test_capacity_that_nllb_would_apply_in_evaluation():
+def test_capacities_of_switch_and_nllb():
     values = config_of(FIXTURES / "nllb_moe-plain")
-    assert MoEConfig.from_hf(
-        {**values, "moe_eval_capacity_token_fraction": 1.0, "expert_capacity": 64}
-    )
-    with pytest.raises(CheckpointError, match=r"moe_eval_capacity_token_fraction=0\.5"):
-        MoEConfig.from_hf({**values, "moe_eval_capacity_token_fraction": 0.5})
+    router = MoEConfig.from_hf({**values, "moe_eval_capacity_token_fraction": 0.5}).router
+    assert (router.capacity_fraction, router.capacity_scope) == (0.5, "batch")
+    assert router.capacity_renormalize
+    assert MoEConfig.from_hf(values).router.capacity_fraction == 1
+    with pytest.raises(CheckpointError, match="capacity_fraction must be positive"):
+        MoEConfig.from_hf({**values, "moe_eval_capacity_token_fraction": -1.0})
+    values = config_of(FIXTURES / "switch_transformers-plain")
+    router = MoEConfig.from_hf({**values, "expert_capacity": 3}).router
+    assert (router.expert_capacity, router.capacity_scope) == (3, "sequence")
 
 
 def test_layers_by_step_and_exception():
