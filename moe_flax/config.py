@@ -208,6 +208,8 @@ class MoEConfig:
       shared: SharedConfig or None.
       activation: a name or an Activation.
       use_bias: experts have biases on both products.
+      latent_features: width that the routed experts see, between a projection of the token and one
+        of what they give back (Nemotron-H); None: they see D.
       num_layers: decoder layers of the model, 0 where not known.
       moe_layers: indices of those that are MoE.
       family: the public family's name (Hugging Face ``model_type``), or "".
@@ -221,6 +223,7 @@ class MoEConfig:
     shared: SharedConfig | None = None
     activation: str | Activation = "silu"
     use_bias: bool = False
+    latent_features: int | None = None
     num_layers: int = 0
     moe_layers: tuple[int, ...] = ()
     family: str = ""
@@ -230,6 +233,8 @@ class MoEConfig:
         _check_type("shared", self.shared, SharedConfig, type(None))
         for name in ("features", "hidden_features", "num_experts"):
             _check_count(name, getattr(self, name), 1)
+        if self.latent_features is not None:
+            _check_count("latent_features", self.latent_features, 1)
         for name in ("num_experts_per_token", "num_layers"):
             _check_count(name, getattr(self, name), 0)
         _check_bool("use_bias", self.use_bias)
@@ -248,6 +253,11 @@ class MoEConfig:
             raise ValueError(
                 f"moe_layers must be indices of layers, num_layers={self.num_layers}, got {layers}"
             )
+
+    @property
+    def expert_features(self) -> int:
+        """The width of the routed experts' inputs and outputs."""
+        return self.latent_features or self.features
 
     @classmethod
     def from_hf(cls, source: _Path | tp.Mapping[str, tp.Any]) -> "MoEConfig":

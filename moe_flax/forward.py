@@ -79,11 +79,16 @@ class Forward:
         tokens_in, routing, parameters = varying(
             (tokens, choices, parameters), (*axes.tokens, *axes.mlp)
         )
+        seen = tokens_in
+        if config.latent_features is not None:
+            seen = jnp.dot(tokens_in, parameters["latent.wi"], precision=self.precision)
         rows = self._strategy(routing, axes)(
             self._feed_forward,
-            *varying((tokens_in, routing, _weights(parameters, axes)), axes.expert),
+            *varying((seen, routing, _weights(parameters, axes)), axes.expert),
             axes=axes.expert,
         )
+        if config.latent_features is not None:  # linear: parts of F may be summed after it
+            rows = jnp.dot(rows, parameters["latent.wo"], precision=self.precision)
         if config.shared is not None:
             shared = shared_ffn(parameters, tokens_in, config, config.shared, self.precision)
             rows = 0.5 * (rows + shared) if config.shared.combine == "average" else rows + shared

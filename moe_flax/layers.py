@@ -153,6 +153,21 @@ class Experts(nnx.Module):
         self.logical = quantized_logical_axes(shapes, transposed=transposed)
 
 
+class Latent(nnx.Module):
+    """Projections of a token to the width that the routed experts see, and back.
+
+    Attributes:
+      wi: [D, L]. wo: [L, D].
+    """
+
+    wi: nnx.Param[jax.Array]
+    wo: nnx.Param[jax.Array]
+
+    def __init__(self, make: ParameterMaker, kernel_init: Initializer):
+        self.wi = make("latent.wi", kernel_init)
+        self.wo = make("latent.wo", kernel_init)
+
+
 class SharedExperts(nnx.Module):
     """The shared experts' weights: one dense FFN that every token passes.
 
@@ -195,6 +210,7 @@ class MoE(nnx.Module):
       shared: the shared experts, or None.
       activation: "silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss" or an ``Activation``.
       use_bias: whether the experts have biases (default: False).
+      latent_features: width that the routed experts see, between two projections; None for D.
       dtype: the dtype of the computation (default: infer from input and params). The router
         computes in float32 always.
       param_dtype: the dtype passed to parameter initializers (default: float32). The router's
@@ -228,6 +244,7 @@ class MoE(nnx.Module):
         shared: SharedConfig | None = None,
         activation: str | Activation = "silu",
         use_bias: bool = False,
+        latent_features: int | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
@@ -250,6 +267,7 @@ class MoE(nnx.Module):
             shared=shared,
             activation=activation,
             use_bias=use_bias,
+            latent_features=latent_features,
         )
         self.config = config
         for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -272,6 +290,9 @@ class MoE(nnx.Module):
         )
         self.router = Router(make, kernel_init, bias_init)
         self.experts = Experts(make, kernel_init, bias_init, kernel_metadata, bias_metadata)
+        self.latent: Latent | None = nnx.data(None)
+        if latent_features is not None:
+            self.latent = Latent(make, kernel_init)
         self.shared: SharedExperts | None = nnx.data(None)
         if shared is not None:
             self.shared = SharedExperts(make, kernel_init)
@@ -293,6 +314,7 @@ class MoE(nnx.Module):
             shared=config.shared,
             activation=config.activation,
             use_bias=config.use_bias,
+            latent_features=config.latent_features,
             **kwargs,
         )
         layer.config = config

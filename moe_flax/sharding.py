@@ -35,6 +35,8 @@ LOGICAL_AXES: tp.Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
         "experts.wi_bias": ("expert", None, "mlp"),
         "experts.wo": ("expert", "mlp", "embed"),
         "experts.wo_bias": ("expert", "embed"),
+        "latent.wi": ("embed", None),
+        "latent.wo": (None, "embed"),
         "shared.wi": (None, "embed", "mlp"),
         "shared.wo": ("mlp", "embed"),
         "shared.gate": ("embed", None),

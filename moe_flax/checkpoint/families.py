@@ -149,6 +149,11 @@ _GRANITE_FORMS = (
     ),
 )
 
+_LATENT = (
+    Entry("latent.wi", "mixer.fc1_latent_proj.weight", "N D"),
+    Entry("latent.wo", "mixer.fc2_latent_proj.weight", "D N"),
+)
+
 TABLE: tp.Final[tuple[Family, ...]] = (
     # Softmax over all experts, then the K best.
     Family(
@@ -750,6 +755,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                     ),
                     Entry("experts.wi", "mixer.experts.{E}.up_proj.weight", "(J F) D"),
                     Entry("experts.wo", "mixer.experts.{E}.down_proj.weight", "D F"),
+                    *_LATENT,
                     Entry("shared.wi", "mixer.shared_experts.up_proj.weight", "(J S) D"),
                     Entry("shared.wo", "mixer.shared_experts.down_proj.weight", "D S"),
                 ),
@@ -762,6 +768,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                         correction_bias="mixer.gate.e_score_correction_bias",
                     ),
                     *stacked("mixer.experts.up_proj", "mixer.experts.down_proj"),
+                    *_LATENT,
                     Entry("shared.wi", "mixer.shared_experts.up_proj.weight", "(J S) D"),
                     Entry("shared.wo", "mixer.shared_experts.down_proj.weight", "D S"),
                 ),
@@ -783,7 +790,8 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 ),
             ),
         ),
-        expects={"moe_latent_size": (), "mlp_bias": (False,)},
+        latent=field("moe_latent_size", default=None),
+        expects={"mlp_bias": (False,)},
     ),
     # Sigmoid scores and a correction bias, without groups.
     Family(

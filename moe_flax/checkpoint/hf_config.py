@@ -121,6 +121,7 @@ def read_config(family: Family, values: Values, layer: int | None = None) -> MoE
             shared=shared,
             activation=family.activation.read(values, layer),
             use_bias=family.use_bias,
+            latent_features=read(family.latent, values, layer),
             num_layers=offset,
             moe_layers=tuple(moe_layers),
             family=family.name,
@@ -173,6 +174,8 @@ def write_config(family: Family, config: MoEConfig) -> dict[str, tp.Any]:
     writer.put(family.hidden, config.hidden_features)
     writer.put(family.experts, config.num_experts)
     writer.put(family.top_k, config.num_experts_per_token)
+    if config.latent_features is not None:
+        writer.put(family.latent, config.latent_features)
     for name, cell in family.router.items():
         writer.put(cell, getattr(config.router, name))
     _put_activation(writer, family.activation, config.activation)

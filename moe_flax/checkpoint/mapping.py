@@ -26,7 +26,8 @@ def axis_sizes(config: MoEConfig, parameter: str) -> dict[str, int]:
         "E": config.num_experts,
         "R": config.num_experts + config.router.num_identity_experts,
         "J": 2 if resolve_activation(activation).gated else 1,
-        "D": config.features,
+        "D": config.expert_features if parameter.startswith("experts.") else config.features,
+        "N": config.expert_features,
         "F": config.hidden_features,
         "S": shared.hidden_features if shared else 0,
     }
@@ -44,6 +45,8 @@ def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
         "experts.wi_bias": config.use_bias,
         "experts.wo": True,
         "experts.wo_bias": config.use_bias,
+        "latent.wi": config.latent_features is not None,
+        "latent.wo": config.latent_features is not None,
         "shared.wi": shared is not None,
         "shared.wo": shared is not None,
         "shared.gate": shared is not None and shared.combine == "gated",

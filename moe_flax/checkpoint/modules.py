@@ -136,7 +136,7 @@ def place_parameter(
 
 def named_variables(module: MoE) -> tp.Iterator[tuple[str, nnx.Variable]]:
     """The layer's variables by their names in `moe_flax.sharding.LOGICAL_AXES`."""
-    for prefix in ("router", "experts", "shared"):
+    for prefix in ("router", "latent", "experts", "shared"):
         part = getattr(module, prefix)
         for name, variable in vars(part).items() if part is not None else ():
             if isinstance(variable, nnx.Variable):

@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
-from golden import FAMILIES, FIXTURES, config_of
+from golden import FAMILIES, FIXTURES, config_of, fixture, relative_error, tensors_of, write
 
+from moe_flax import checkpoint, route
 from moe_flax import config as moe_config
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.errors import CheckpointError
@@ -156,3 +158,50 @@ def test_every_row_is_sound():
                 assert wanted - named - {"1"} <= {"E"}, (family.name, entry)
                 assert named - wanted <= {"1"}, (family.name, entry)
                 assert ("{J}" in (entry.key or "")) == bool(entry.branches), (family.name, entry)
+
+
+def test_nemotron_h_with_latent_experts(tmp_path):
+    """The router and the shared expert see the model's width, the routed ones the latent one."""
+    tensors, config = fixture("nemotron_h-plain")
+    latent, width = 6, config["hidden_size"]
+    rng = np.random.default_rng(0)
+    found = {}
+    for name, value in tensors.items():
+        found[name] = value
+        if ".experts." in name:
+            value = value[:, :latent] if "up_proj" in name else value[:latent]
+            found[name] = np.ascontiguousarray(value)
+        if name.endswith("mixer.gate.weight"):
+            block = name.removesuffix("gate.weight")
+            for part, shape in (("fc1", (latent, width)), ("fc2", (width, latent))):
+                matrix = rng.normal(size=shape).astype(np.float32)
+                found[f"{block}{part}_latent_proj.weight"] = matrix
+    config = {**config, "moe_latent_size": latent}
+    source = write(tmp_path / "source", found, config)
+    model = checkpoint.load(source)
+    index, layer = next(iter(model.layers.items()))
+    assert model.config.latent_features == latent
+    x = rng.normal(size=(7, width)).astype(np.float32)
+    block = f"backbone.layers.{index}.mixer."
+    routing = route(
+        layer.router(x),
+        layer.config.router,
+        layer.config.num_experts_per_token,
+        correction_bias=layer.router.correction_bias[...],
+    )
+    expected = np.zeros_like(x)
+    seen = x @ found[block + "fc1_latent_proj.weight"].T
+    for t in range(len(x)):
+        for e, weight in zip(routing.expert_ids[t], routing.weights[t], strict=True):
+            part = np.maximum(found[f"{block}experts.{e}.up_proj.weight"] @ seen[t], 0) ** 2
+            part = found[f"{block}experts.{e}.down_proj.weight"] @ part
+            expected[t] += float(weight) * (found[block + "fc2_latent_proj.weight"] @ part)
+    hidden = np.maximum(x @ found[block + "shared_experts.up_proj.weight"].T, 0) ** 2
+    expected += hidden @ found[block + "shared_experts.down_proj.weight"].T
+    assert relative_error(layer(x), expected) < 1e-5
+    checkpoint.save(tmp_path / "saved", model)
+    saved = tensors_of(tmp_path / "saved")
+    assert set(saved) == set(found)
+    for name, value in found.items():
+        np.testing.assert_array_equal(saved[name], value)
+    assert config_of(tmp_path / "saved") == config
