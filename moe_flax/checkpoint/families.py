@@ -5,6 +5,7 @@ which layout the weights lie. Field names, defaults and orders follow the famili
 configurations and files, as `transformers` reads and writes them.
 """
 
+import dataclasses
 import os
 import typing as tp
 
@@ -179,6 +180,24 @@ TABLE: tp.Final[tuple[Family, ...]] = (
         experts=_experts("num_experts"),
         router=_softmax(_norm(False)),
         stacks=_QWEN_LAYERS,
+    ),
+    Family(
+        ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"),
+        two_forms("mlp.", GATE_UP_DOWN, _QWEN_ROUTER),
+        hidden=_MOE_WIDTH,
+        experts=_experts("num_experts"),
+        router=_softmax(_norm(True)),
+        stacks=tuple(
+            dataclasses.replace(
+                stack,
+                prefixes=(
+                    "thinker.model.layers.{layer}.",
+                    "model.layers.{layer}.",
+                ),
+            )
+            for stack in _QWEN_LAYERS
+        ),
+        note="The thinker's layers; the talker's experts are passed on as they are.",
     ),
     Family(
         ("qwen3_next",),

@@ -4,7 +4,16 @@ import json
 
 import numpy as np
 import pytest
-from golden import FAMILIES, FIXTURES, config_of, fixture, relative_error, tensors_of, write
+from golden import (
+    FAMILIES,
+    FIXTURES,
+    config_of,
+    fixture,
+    golden_of,
+    relative_error,
+    tensors_of,
+    write,
+)
 
 from moe_flax import checkpoint, route
 from moe_flax import config as moe_config
@@ -205,3 +214,34 @@ def test_nemotron_h_with_latent_experts(tmp_path):
     for name, value in found.items():
         np.testing.assert_array_equal(saved[name], value)
     assert config_of(tmp_path / "saved") == config
+
+
+def test_qwen3_omnis_thinker(tmp_path):
+    """A Qwen3-MoE under ``thinker.``; the talker's experts, of other sizes, are passed on."""
+    tensors, config = fixture("qwen3_moe-plain")
+    names = {name: f"thinker.{name}" for name in tensors}
+    found = {names[name]: value for name, value in tensors.items()}
+    talker = "talker.model.layers.0.mlp.experts.0.up_proj.weight"
+    found[talker] = np.ones((3, 5), np.float32)
+    text = {key: value for key, value in config.items() if key != "architectures"}
+    config = {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": {
+            "model_type": "qwen3_omni_moe_thinker",
+            "text_config": {**text, "model_type": "qwen3_omni_moe_text"},
+        },
+        "talker_config": {"model_type": "qwen3_omni_moe_talker"},
+    }
+    model = checkpoint.load(write(tmp_path / "source", found, config))
+    inputs, outputs = golden_of(FIXTURES / "qwen3_moe-plain")
+    assert set(model.layers) == set(outputs)
+    index = max(outputs)
+    assert relative_error(model.layers[index](inputs), outputs[index]) < 1e-5
+    assert talker in model.rest
+    checkpoint.save(tmp_path / "saved", model)
+    assert set(tensors_of(tmp_path / "saved")) == set(found)
+    assert config_of(tmp_path / "saved") == config
+    assert MoEConfig.from_hf(config).family == "qwen3_omni_moe"
+    del text["norm_topk_prob"]
+    config["thinker_config"]["text_config"] = {**text, "model_type": "qwen3_omni_moe_text"}
+    assert MoEConfig.from_hf(config).router.renormalize
