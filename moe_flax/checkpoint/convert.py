@@ -12,8 +12,8 @@ from moe_flax import sharding
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.hf_config import rewrite_config
-from moe_flax.checkpoint.kept import keep_parameters, kept_parameters, turned
-from moe_flax.checkpoint.mapping import Parameter, Tensors, read
+from moe_flax.checkpoint.kept import keep_parameters, kept_parameters
+from moe_flax.checkpoint.mapping import Parameter, Tensors, read, turned
 from moe_flax.checkpoint.modules import build_moe, mesh_axes, parameter_dtype
 from moe_flax.checkpoint.outputs import module_outputs
 from moe_flax.checkpoint.quantized import QuantizedTensor

@@ -16,9 +16,8 @@ import numpy as np
 
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.layouts import parse, rearrange, shape_of
-from moe_flax.checkpoint.mapping import Binding, Index, Parameter, Tensors, read, stored_chunks
-from moe_flax.checkpoint.quantized import QuantizedTensor, pack
-from moe_flax.checkpoint.writer import Output
+from moe_flax.checkpoint.mapping import Binding, Index, Parameter, Tensors, read
+from moe_flax.checkpoint.quantized import QuantizedTensor
 from moe_flax.quantized_weights import fitting_window
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -190,77 +189,9 @@ class Kept:
             f"{name}_scale": _Blocks(self, scales, block.dtype, self.scales),
         }
 
-    def outputs(self, values: Parameter, scales: Parameter) -> list[Output]:
-        """The stored tensors of a layer's values and scales.
-
-        Raises:
-          CheckpointError: scales that the format cannot say.
-        """
-        found = []
-        binding = dataclasses.replace(self.binding, sizes=self.sizes)
-        ours = turned(values) if self.transposed else values
-        for key, (expert, branch) in self.binding.keys.items():
-            tensor = self.tensor(expert, branch)
-            merged = functools.partial(self._merged, expert, branch, scales)
-            found.append(self._values_output(tensor, binding, key, ours))
-            found.append(_scale_output(tensor, merged))
-            found += [stored_output(tensor, role) for role in list(tensor.parts)[2:]]
-        return found
-
-    def _values_output(
-        self, tensor: QuantizedTensor, binding: Binding, key: str, ours: Parameter
-    ) -> Output:
-        stored = tensor.parts["values"]
-
-        def chunks() -> tp.Iterator[np.ndarray]:
-            for chunk in stored_chunks(binding, key, ours, self.dtype):
-                coded = chunk if self.packed else pack(chunk, tensor.format.coding, tensor.name)
-                yield np.ascontiguousarray(coded).view(stored.dtype)
-
-        return Output(tensor.keys[0], stored.dtype, tuple(stored.shape), chunks)
-
-    def _merged(self, expert: int, branch: int, scales: Parameter) -> np.ndarray:
-        """The scales of a stored tensor, of all its experts, with as many axes as its values."""
-        by_row = self.binding.rows_by_expert == 1
-        experts = range(self.binding.sizes["E"]) if by_row else (expert,)
-        blocks = []
-        for e in experts:
-            at = (e,) * self.binding.by_expert + (branch,) * self.binding.by_branch
-            part = np.empty((1,) * len(at) + tuple(scales.shape[len(at) :]), scales.dtype)
-            rest = tuple(slice(0, n) for n in part.shape[len(at) :])
-            scales.read_into(part, tuple(slice(i, i + 1) for i in at) + rest)
-            block = part.reshape(part.shape[len(at) :]).astype(np.float32)
-            for axis, (window, fitting) in self.repeats.items():
-                size, place = self.binding.sizes[axis], self.axes[1].split().index(axis)
-                coarse = np.take(block, np.arange(0, size, window) // fitting, axis=place)
-                again = np.take(coarse, np.arange(0, size, fitting) // window, axis=place)
-                if not np.array_equal(again, block, equal_nan=True):
-                    name = self.tensor(expert, branch).name
-                    raise fault(f"scales differ within its windows of {window}", tensor=name)
-                block = coarse
-            blocks.append(rearrange(block, self.axes[1], self.axes[0], self.stored_scales[0]))
-        return np.stack(blocks) if by_row else blocks[0]
-
 
 def _is_exponent(scale: np.ndarray) -> bool:
     return scale.dtype in (np.uint8, _E8M0)
-
-
-class _Turned:
-    """A parameter with its last two axes swapped."""
-
-    def __init__(self, parameter: Parameter):
-        self.parameter, self.dtype = parameter, parameter.dtype
-        self.shape = (*parameter.shape[:-2], parameter.shape[-1], parameter.shape[-2])
-
-    def read_into(self, out: np.ndarray, index: Index) -> None:
-        *lead, rows, columns = index
-        self.parameter.read_into(out.swapaxes(-1, -2), (*lead, columns, rows))
-
-
-def turned(parameter: Parameter) -> Parameter:
-    """A parameter with its last two axes swapped."""
-    return _Turned(parameter)
 
 
 class _Blocks:
@@ -283,51 +214,6 @@ class _Blocks:
             branch = place[-1] if binding.by_branch else 0
             at = tuple(p - s for p, s in zip(place, starts, strict=True))
             out[at] = self.block(expert, branch)[index[lead:]]
-
-
-def _scale_output(tensor: QuantizedTensor, merged: tp.Callable[[], np.ndarray]) -> Output:
-    stored = tensor.parts["scale"]
-    return Output(
-        tensor.keys[1],
-        stored.dtype,
-        tuple(stored.shape),
-        lambda: [np.ascontiguousarray(tensor.encode_scales(merged()))],
-    )
-
-
-def stored_output(tensor: QuantizedTensor, role: str) -> Output:
-    """One of the stored tensors of a quantized one, as it is."""
-    stored = tensor.parts[role]
-    name = tensor.keys[list(tensor.parts).index(role)]
-    chunks = lambda: [np.ascontiguousarray(tensor.parts[role])]  # noqa: E731
-    return Output(name, stored.dtype, tuple(stored.shape), chunks)
-
-
-def unchanged_outputs(binding: Binding, tensors: Tensors, parameter: Parameter) -> list[Output]:
-    """The stored tensors of a quantized parameter that the layer holds as floats.
-
-    Raises:
-      CheckpointError: when they are written, where the floats are others than were read.
-    """
-    found = []
-    for key in binding.keys:
-        tensor = tensors[key]
-        values = stored_output(tensor, "values")
-
-        def chunks(
-            key: str = key, tensor: QuantizedTensor = tensor, values: Output = values
-        ) -> tp.Iterable[np.ndarray]:
-            for i, chunk in enumerate(stored_chunks(binding, key, parameter, parameter.dtype)):
-                rows = slice(i, i + 1) if binding.rows_by_expert == 1 else None
-                exact = tensor.decode(rows).astype(parameter.dtype)
-                if not np.array_equal(chunk, exact.reshape(chunk.shape), equal_nan=True):
-                    problem = "has changed since it was loaded, and its layer holds no scales"
-                    raise fault(f"{problem}; load it dequantized to save it", tensor=key)
-            return values.chunks()
-
-        found.append(dataclasses.replace(values, chunks=chunks))
-        found += [stored_output(tensor, role) for role in list(tensor.parts)[1:]]
-    return found
 
 
 def is_quantized(binding: Binding, tensors: Tensors) -> bool:

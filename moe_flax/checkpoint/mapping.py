@@ -247,6 +247,23 @@ class ArrayParameter:
         out[...] = self.array[index]
 
 
+class _Turned:
+    """A parameter with its last two axes swapped."""
+
+    def __init__(self, parameter: Parameter):
+        self.parameter, self.dtype = parameter, parameter.dtype
+        self.shape = (*parameter.shape[:-2], parameter.shape[-1], parameter.shape[-2])
+
+    def read_into(self, out: np.ndarray, index: Index) -> None:
+        *lead, rows, columns = index
+        self.parameter.read_into(out.swapaxes(-1, -2), (*lead, columns, rows))
+
+
+def turned(parameter: Parameter) -> Parameter:
+    """A parameter with its last two axes swapped."""
+    return _Turned(parameter)
+
+
 def stored_chunks(
     binding: Binding, key: str, parameter: Parameter, dtype: np.dtype
 ) -> tp.Iterator[np.ndarray]:

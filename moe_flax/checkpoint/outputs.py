@@ -6,7 +6,8 @@ import typing as tp
 import numpy as np
 
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.kept import Kept, is_quantized, turned, unchanged_outputs
+from moe_flax.checkpoint.kept import Kept, is_quantized
+from moe_flax.checkpoint.kept_outputs import kept_outputs, unchanged_outputs
 from moe_flax.checkpoint.mapping import (
     ArrayParameter,
     Binding,
@@ -14,6 +15,7 @@ from moe_flax.checkpoint.mapping import (
     Tensors,
     read,
     stored_chunks,
+    turned,
 )
 from moe_flax.checkpoint.modules import named_variables
 from moe_flax.checkpoint.quantized import QuantizedTensor
@@ -58,7 +60,7 @@ def module_outputs(
                 " they came from, load them dequantized to write another form"
             )
         kept = _as_held(binding, quantized, parameters[name], scale, turn)
-        outputs += kept.outputs(parameters.pop(name), scale)
+        outputs += kept_outputs(kept, parameters.pop(name), scale)
     for name, binding in layer.bindings.items():
         if name in parameters and is_quantized(binding, quantized):
             outputs += unchanged_outputs(binding, quantized, parameters.pop(name))
