@@ -3,8 +3,9 @@
     python benchmarks/checkpoint_speed.py --gigabytes 6 --directory /tmp
 
 Makes a synthetic bfloat16 Qwen3-MoE checkpoint, copies its files (with fsync, as the converter
-does), rewrites it in its own form, in the fused one and as Orbax, and loads one layer into our
-layout. Peak host memory is the process' own, beyond what it had before, file pages apart.
+does), rewrites it in its own form, in the fused one, as Orbax and from there back, and loads one
+layer into our layout. Peak host memory is the process' own, beyond what it had before, file pages
+apart.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from moe_flax.checkpoint import load_parameters
-from moe_flax.checkpoint.orbax import write_orbax
+from moe_flax.checkpoint.orbax import from_orbax, write_orbax
 from moe_flax.checkpoint.source import open_source
 from moe_flax.checkpoint.transform import plan
 from moe_flax.checkpoint.writer import Output, write_checkpoint
@@ -129,14 +130,16 @@ def main() -> None:
             measure(f"convert to {form}", lambda f=form: plan(source, form=f).write(root / "out"))
             shutil.rmtree(root / "out")
         measure("convert to orbax", lambda: write_orbax(root / "out", source, fingerprint="once"))
+        measure("convert from orbax", lambda: from_orbax(root / "out", root / "back"))
         shutil.rmtree(root / "out")
+        shutil.rmtree(root / "back")
         start = time.perf_counter()
         load_parameters(root / "source", 0)
         seconds = time.perf_counter() - start
         print(f"load one layer         {layer_bytes / seconds / 1e9:6.2f} GB/s")
         base = max(rates["copy (1)"], rates["copy (2)"])
-        for form in ("per_expert", "fused", "orbax"):
-            print(f"{form}: {rates[f'convert to {form}'] / base:.2f} of the copy's speed")
+        for label in [label for label in rates if label.startswith("convert")]:
+            print(f"{label}: {rates[label] / base:.2f} of the copy's speed")
 
 
 if __name__ == "__main__":

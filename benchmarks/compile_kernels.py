@@ -8,6 +8,7 @@ of the versions that the gpu extra names.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -27,7 +28,7 @@ import triton
 
 from moe_flax import quantize
 from moe_flax.activations import resolve_activation
-from moe_flax.kernels.grouped_matmul.triton import ffn, ffn_kept, launch
+from moe_flax.kernels.grouped_matmul.triton import ffn, ffn_float8, ffn_kept, launch
 
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 # T, E, K, D, F, activation, branches, biases, dtype, with gradients
@@ -39,6 +40,19 @@ CASES = {
     "groups of about 4": (16, 8, 2, 1024, 2048, "relu2", 1, False, "bfloat16", False),
     "odd widths": (64, 8, 2, 257, 451, "gelu", 2, True, "float16", True),
     "float32": (512, 8, 2, 264, 320, "gelu_tanh", 2, False, "float32", True),
+    "no gate": (1200, 4, 2, 256, 520, "relu2", 1, True, "bfloat16", True),
+    "a branch off 16 bytes": (256, 8, 3, 512, 682, "silu", 2, False, "float32", True),
+}
+# T, E, K, D, F, activation, branches, biases, whether product 1 applies the activation
+FLOAT8_CASES = {
+    "float8": (8192, 8, 2, 1024, 2048, "silu", 2, False, True),
+    "float8, activation apart": (8192, 8, 2, 1024, 2048, "silu", 2, False, False),
+    "float8, short hidden axis": (8192, 8, 2, 1024, 512, "silu", 2, True, True),
+    "float8, no gate": (8192, 8, 2, 1024, 2048, "relu2", 1, True, True),
+    "float8, groups of about 64": (256, 8, 2, 1024, 2048, "gpt_oss", 2, True, True),
+    "float8, groups of about 16": (64, 8, 2, 1024, 2048, "gpt_oss", 2, True, True),
+    "float8, groups of about 4": (16, 8, 2, 1024, 2048, "silu", 2, False, True),
+    "float8, odd widths": (4096, 8, 2, 257, 451, "silu", 2, True, True),
 }
 # The same with quantised weights: T, E, K, D, F, activation, branches, biases, how they are held
 KEPT = {
@@ -91,6 +105,24 @@ def lower(case: tuple, capability: int) -> list[Kernel]:
         return _kernels(run, x, wi, wo, wi_bias, wo_bias, ids, weights)
 
 
+def lower_float8(case: tuple, capability: int) -> list[Kernel]:
+    """As `lower`, the layer with float8 rows and matrices."""
+    tokens, experts, top_k, features, hidden, name, branches, biases, fused = case
+    shape = jax.ShapeDtypeStruct
+    wi = shape((experts, branches, hidden, features), jnp.float8_e4m3fn)
+    wo = shape((experts, features, hidden), jnp.float8_e4m3fn)
+    scales = [shape((*w.shape[:-1], 1), jnp.float32) for w in (wi, wo)]
+    bias = [shape(w.shape[:-1], jnp.float32) if biases else None for w in (wi, wo)]
+    ids, weights = shape((tokens, top_k), jnp.int32), shape((tokens, top_k), jnp.float32)
+    x = shape((tokens, features), jnp.bfloat16)
+    with launch.compile_for(capability):
+        call = ffn_float8.make_call(resolve_activation(name), 100.0, wi, ids)
+        if not fused:
+            call = dataclasses.replace(call, fused=False, up=call.down)
+        run = functools.partial(ffn_float8.routed_ffn, call)
+        return _kernels(run, x, wi, wo, *scales, *bias, ids, weights)
+
+
 def lower_kept(case: tuple, capability: int) -> list[Kernel]:
     """The same for weights kept quantised and transposed."""
     tokens, experts, top_k, features, hidden, name, branches, biases, kind = case
@@ -110,8 +142,9 @@ def lower_kept(case: tuple, capability: int) -> list[Kernel]:
         return _kernels(run, x, wi, wo, wi_scale, wo_scale, wi_bias, wo_bias, ids, weights)
 
 
-def _kernels(run: tp.Callable, *shapes) -> list[Kernel]:
-    traced = jax.jit(run).trace(*shapes)
+def _kernels(run: tp.Callable, *arguments) -> list[Kernel]:
+    """Lowers a function of shapes; returns what it launches."""
+    traced = jax.jit(run).trace(*arguments)
     module: tp.Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     return [
         _kernel(op.attributes["mhlo.backend_config"]["opaque"].value_bytes)
@@ -186,6 +219,7 @@ def assemble(kernel: Kernel, capability: int) -> dict:
         "threads": int(re.findall(r"\.reqntid\s+(\d+)", text)[0]),
         "threads_launched": kernel.warps * 32,
         "wgmma": text.count("wgmma.mma_async"),
+        "float8_products": len(re.findall(r"wgmma.mma_async\S*\.e4m3\.e4m3", text)),
         "tcgen05": text.count("tcgen05.mma"),
         "mma": text.count("mma.sync"),
         "tma_loads": text.count("cp.async.bulk.tensor"),
@@ -200,10 +234,14 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, seen = [], set()
     for capability in arguments.capabilities or [80, 90, 100]:
-        for name, case in (CASES | KEPT).items():
+        cases = {**CASES, **(FLOAT8_CASES if capability >= 89 else {}), **KEPT}
+        for name, case in cases.items():
             if name in ONLY and capability != ONLY[name]:
                 continue
-            for kernel in (lower_kept if name in KEPT else lower)(case, capability):
+            lowered = (
+                lower_float8 if name in FLOAT8_CASES else lower_kept if name in KEPT else lower
+            )
+            for kernel in lowered(case, capability):
                 if kernel in seen:
                     continue
                 seen.add(kernel)

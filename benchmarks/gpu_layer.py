@@ -1,11 +1,12 @@
 """The routed half of a MoE layer on one GPU: ours beside torch, forward and training, in one run.
 
-    python benchmarks/gpu_layer.py [--json FILE] [--seconds N] [--train] [--peer-python PYTHON]
+    python benchmarks/gpu_layer.py [--json FILE] [--seconds N] [--train] [--bursts]
+        [--peer-python PYTHON]
 
 Forward: top-k of given logits, sort, gate/up product, SwiGLU, down product, weighted sum. Ours runs
 under XLA's default flags; torch is `grouped_mm` under `torch.compile`, replayed as a CUDA graph, in
-a process of its own. Times are medians of three rounds. The floor is the larger of the operations
-over 790 TFLOP/s and the bytes over 4.3 TB/s, with the experts counted that are hit.
+a process of its own; `time_calls` says how both are timed. The floor is the larger of the
+operations over 790 TFLOP/s and the bytes over 4.3 TB/s, with the experts counted that are hit.
 """
 
 import argparse
@@ -37,7 +38,7 @@ TRAIN = {
 def cells(train: bool) -> list[tuple[str, int, bool]]:
     """(model, tokens, whether with gradients), in the order they are measured."""
     trained = [(m, t, True) for m, t in TRAIN.items()] if train else []
-    return [(m, t, False) for m in MODELS for t in TOKENS] + trained
+    return trained + [(m, t, False) for m in MODELS for t in TOKENS]
 
 
 def floor_ms(model: str, tokens: int, train: bool, hit: int) -> float:
@@ -85,23 +86,36 @@ def export_ours(cell: tuple[str, int, bool]) -> bytes:
     return bytes(exported.serialize())
 
 
-def time_calls(call, wait) -> float:
-    """Median milliseconds a call, of three rounds of about a tenth of a second."""
-    wait(call())
+def time_calls(call, wait, bursts: bool = False) -> float:
+    """Median milliseconds a call: of three rounds of 0.1 s, or of five bursts of 10 ms.
+
+    A GPU that multiplies without a pause draws all the power it may and slows down, by up to a
+    quarter within a second; one that was idle starts slowly. The ceilings that the floor counts
+    with were measured in bursts. With `bursts`, pauses come first, then 15 ms of calls to leave the
+    idle state, then the timed ones.
+    """
+    for _ in range(2):
+        wait(call())
     start = time.perf_counter()
     wait(call())
-    rounds = max(3, min(100, int(0.1 / max(time.perf_counter() - start, 2e-5))))
+    once = time.perf_counter() - start
+    calls = max(1 if bursts else 3, min(200, int((0.01 if bursts else 0.1) / max(once, 2e-5))))
     times = []
-    for _ in range(3):
+    for _ in range(5 if bursts else 3):
+        if bursts:
+            time.sleep(max(0.06, 4 * calls * once))
+            for _ in range(max(1, calls * 3 // 2)):
+                out = call()
+            wait(out)
         start = time.perf_counter()
-        for _ in range(rounds):
+        for _ in range(calls):
             out = call()
         wait(out)
-        times.append((time.perf_counter() - start) / rounds * 1e3)
-    return sorted(times)[1]
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    return sorted(times)[len(times) // 2]
 
 
-def run_ours(chosen: list[tuple[str, int, bool]], deadline: float) -> list[dict]:
+def run_ours(chosen: list[tuple[str, int, bool]], deadline: float, bursts: bool) -> list[dict]:
     """Measures our layer in every cell."""
     context = multiprocessing.get_context("spawn")
     platforms = os.environ.get("JAX_PLATFORMS", "cuda")
@@ -137,7 +151,7 @@ def run_ours(chosen: list[tuple[str, int, bool]], deadline: float) -> list[dict]
         compiled = jax.jit(exported.call).lower(*arguments).compile()
         memory: typing.Any = compiled.memory_analysis()
         row = {"model": model, "tokens": tokens, "train": train, "hit": hit}
-        row["ours"] = time_calls(lambda: compiled(*arguments), jax.block_until_ready)  # noqa: B023
+        row["ours"] = time_calls(lambda: compiled(*arguments), jax.block_until_ready, bursts)  # noqa: B023
         row["ours_gib"] = (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**30
         row["floor"] = floor_ms(model, tokens, train, hit)
         rows.append(row)
@@ -148,7 +162,7 @@ def run_ours(chosen: list[tuple[str, int, bool]], deadline: float) -> list[dict]
     return rows
 
 
-def run_torch(chosen: list[tuple[str, int, bool]], deadline: float) -> None:
+def run_torch(chosen: list[tuple[str, int, bool]], deadline: float, bursts: bool) -> None:
     """Measures torch's compiled layer; prints a JSON line for each cell."""
     import torch
     import torch.nn.functional as F
@@ -208,7 +222,7 @@ def run_torch(chosen: list[tuple[str, int, bool]], deadline: float) -> None:
                 with torch.cuda.graph(graph):
                     step()
                 run = graph.replay
-            row["torch"] = time_calls(run, lambda _: torch.cuda.synchronize())
+            row["torch"] = time_calls(run, lambda _: torch.cuda.synchronize(), bursts)
         except Exception as error:
             row["torch_error"] = repr(error)[:300]
         print(json.dumps(row), flush=True)
@@ -221,18 +235,20 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows here")
     parser.add_argument("--seconds", type=float, default=600, help="start no cell later than this")
     parser.add_argument("--train", action="store_true", help="also forward and backward")
+    parser.add_argument("--bursts", action="store_true", help="bursts with pauses; see time_calls")
     parser.add_argument("--peer-python", help="a Python that has torch; without it ours runs alone")
     parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     deadline = time.time() + arguments.seconds
     if arguments.torch:
-        run_torch(cells(arguments.train), deadline)
+        run_torch(cells(arguments.train), deadline, arguments.bursts)
         return
-    rows = run_ours(cells(arguments.train), deadline)
+    rows = run_ours(cells(arguments.train), deadline, arguments.bursts)
     if arguments.peer_python:
         command = [arguments.peer_python, __file__, "--torch"]
         command += ["--seconds", str(deadline - time.time())]
         command += ["--train"] if arguments.train else []
+        command += ["--bursts"] if arguments.bursts else []
         clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean)
         for line in peer.stdout or ():

@@ -6,8 +6,9 @@ import typing as tp
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from moe_flax.config import RouterConfig
 from moe_flax.routing import Routing
 
 
@@ -18,6 +19,27 @@ def expert_capacity(
     return math.ceil(capacity_factor * num_tokens * num_experts_per_token / num_experts)
 
 
+def tokens_an_expert_takes(
+    router: RouterConfig, num_tokens: int, num_experts: int, num_experts_per_token: int
+) -> int | None:
+    """The capacity that a router's configuration gives; None where no token can exceed it.
+
+    Args:
+      router: its configuration.
+      num_tokens: T, tokens of the batch or of a sequence, as ``router.capacity_scope`` has it.
+      num_experts: E.
+      num_experts_per_token: K.
+    """
+    capacity = router.expert_capacity
+    if router.capacity_factor is not None:
+        capacity = expert_capacity(
+            num_tokens, num_experts, num_experts_per_token, router.capacity_factor
+        )
+    elif router.capacity_fraction is not None:
+        capacity = math.ceil(router.capacity_fraction * num_tokens)
+    return None if capacity is None or capacity >= num_tokens else capacity
+
+
 def apply_capacity(
     routing: Routing,
     num_experts: int,
@@ -26,6 +48,7 @@ def apply_capacity(
     num_identity_experts: int = 0,
     priority: tp.Literal["slot", "token", "weight"] = "slot",
     renormalize: bool = False,
+    importance: Float[Array, " T"] | None = None,
 ) -> Routing:
     """Drops what exceeds an expert's capacity.
 
@@ -41,6 +64,7 @@ def apply_capacity(
         (Switch, GShard, NLLB); "token": all choices of a token before the next token's; "weight":
         as "slot", tokens with the largest weight first (V-MoE's batch priority).
       renormalize: divide the weights that are left of a token by their sum (NLLB's default).
+      importance: what "weight" goes by instead of a token's largest weight, [T].
 
     Returns:
       Routing; ``probabilities`` are unchanged.
@@ -54,7 +78,8 @@ def apply_capacity(
         raise ValueError(f"capacity must be >= 0, got {capacity}")
     ids, weights = routing.expert_ids, routing.weights
     if priority == "weight":
-        turn = jnp.argsort(-jax.lax.stop_gradient(weights).max(axis=-1), stable=True)
+        first = weights.max(axis=-1) if importance is None else importance
+        turn = jnp.argsort(-jax.lax.stop_gradient(first), stable=True)
         position = jnp.zeros_like(ids).at[turn].set(_positions(ids[turn].T).T)
     else:
         position = _positions(ids) if priority == "token" else _positions(ids.T).T

@@ -71,7 +71,15 @@ class RouterConfig:
       jitter: PhiMoE's relative threshold, used by "sparse_mixer".
       num_identity_experts: experts past the real ones that return their input (LongCat).
       per_expert_scale: a learned factor an expert on its weight (Gemma 4).
-      capacity_factor: tokens an expert takes, relative to an even share; None never drops.
+      capacity_factor: tokens an expert takes, relative to an even share.
+      expert_capacity: the same as a number (Switch).
+      capacity_fraction: the same as a share of all tokens (NLLB); 1 never drops. At most one of the
+        three is given, and without one no token is dropped.
+      capacity_scope: tokens are counted over the whole "batch", or over each "sequence", which is
+        the last axis but one of the layer's inputs.
+      capacity_priority: who comes first, see ``moe_flax.capacity.apply_capacity``. "weight" goes by
+        the router's largest probability.
+      capacity_renormalize: renormalisation and scale come after dropping, over what is left.
     """
 
     score: tp.Literal["softmax", "sigmoid", "identity", "sqrt_softplus"] = "softmax"
@@ -94,6 +102,11 @@ class RouterConfig:
     num_identity_experts: int = 0
     per_expert_scale: bool = False
     capacity_factor: float | None = None
+    expert_capacity: int | None = None
+    capacity_fraction: float | None = None
+    capacity_scope: tp.Literal["batch", "sequence"] = "batch"
+    capacity_priority: tp.Literal["slot", "token", "weight"] = "slot"
+    capacity_renormalize: bool = False
 
     def __post_init__(self):
         _check_choice("score", self.score, ("softmax", "sigmoid", "identity", "sqrt_softplus"))
@@ -103,13 +116,16 @@ class RouterConfig:
         _check_choice("apply_to", self.apply_to, ("output", "input"))
         _check_choice("renormalize_mode", self.renormalize_mode, ("add", "max"))
         _check_choice("selection", self.selection, ("top_k", "sparse_mixer"))
-        for name in ("renormalize", "correction_bias", "logit_bias", "per_expert_scale"):
+        _check_choice("capacity_scope", self.capacity_scope, ("batch", "sequence"))
+        _check_choice("capacity_priority", self.capacity_priority, ("slot", "token", "weight"))
+        flags = ("renormalize", "correction_bias", "logit_bias", "per_expert_scale")
+        for name in (*flags, "capacity_renormalize"):
             _check_bool(name, getattr(self, name))
         for name in ("num_groups", "num_selected_groups", "num_identity_experts"):
             _check_count(name, getattr(self, name), 0)
         for name in ("renormalize_epsilon", "scale", "renormalize_order", "jitter"):
             _check_number(name, getattr(self, name))
-        for name in ("logit_softcap", "capacity_factor"):
+        for name in ("logit_softcap", "capacity_factor", "capacity_fraction"):
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name))
         if math.isinf(self.scale):
@@ -137,9 +153,23 @@ class RouterConfig:
             raise ValueError(f"renormalize_epsilon must be >= 0, got {self.renormalize_epsilon}")
         if not self.renormalize_order > 0:
             raise ValueError(f"renormalize_order must be positive, got {self.renormalize_order}")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
+        self._check_capacity()
+
+    def _check_capacity(self) -> None:
+        if self.expert_capacity is not None:
+            _check_count("expert_capacity", self.expert_capacity, 0)
+        for name in ("capacity_factor", "capacity_fraction"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive or None, got {value}")
+        names = ("capacity_factor", "expert_capacity", "capacity_fraction")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of {', '.join(names)}, got {', '.join(given)}")
+        if self.capacity_renormalize and (self.per_expert_scale or not self.renormalize):
             raise ValueError(
-                f"capacity_factor must be positive or None, got {self.capacity_factor}"
+                "capacity_renormalize needs renormalize=True and per_expert_scale=False, got "
+                f"renormalize={self.renormalize}, per_expert_scale={self.per_expert_scale}"
             )
 
 
@@ -178,6 +208,8 @@ class MoEConfig:
       shared: SharedConfig or None.
       activation: a name or an Activation.
       use_bias: experts have biases on both products.
+      latent_features: width that the routed experts see, between a projection of the token and one
+        of what they give back (Nemotron-H); None: they see D.
       num_layers: decoder layers of the model, 0 where not known.
       moe_layers: indices of those that are MoE.
       family: the public family's name (Hugging Face ``model_type``), or "".
@@ -191,6 +223,7 @@ class MoEConfig:
     shared: SharedConfig | None = None
     activation: str | Activation = "silu"
     use_bias: bool = False
+    latent_features: int | None = None
     num_layers: int = 0
     moe_layers: tuple[int, ...] = ()
     family: str = ""
@@ -200,6 +233,8 @@ class MoEConfig:
         _check_type("shared", self.shared, SharedConfig, type(None))
         for name in ("features", "hidden_features", "num_experts"):
             _check_count(name, getattr(self, name), 1)
+        if self.latent_features is not None:
+            _check_count("latent_features", self.latent_features, 1)
         for name in ("num_experts_per_token", "num_layers"):
             _check_count(name, getattr(self, name), 0)
         _check_bool("use_bias", self.use_bias)
@@ -218,6 +253,11 @@ class MoEConfig:
             raise ValueError(
                 f"moe_layers must be indices of layers, num_layers={self.num_layers}, got {layers}"
             )
+
+    @property
+    def expert_features(self) -> int:
+        """The width of the routed experts' inputs and outputs."""
+        return self.latent_features or self.features
 
     @classmethod
     def from_hf(cls, source: _Path | tp.Mapping[str, tp.Any]) -> "MoEConfig":

@@ -1,6 +1,7 @@
 """The way of a token on one device: router, routing, experts wherever they are, shared experts."""
 
 import dataclasses
+import functools
 import typing as tp
 
 import jax
@@ -9,12 +10,12 @@ from jaxtyping import Array, Bool, Float
 
 from moe_flax import parallel
 from moe_flax.activations import resolve_activation
-from moe_flax.capacity import apply_capacity, expert_capacity
+from moe_flax.capacity import apply_capacity, tokens_an_expert_takes
 from moe_flax.config import MoEConfig, SharedConfig
 from moe_flax.experts import expert_ffn
 from moe_flax.losses import RoutingStatistics, routing_statistics
 from moe_flax.parallel.mesh import DeviceAxes, Parameters, gather_embed
-from moe_flax.routing import Routing, route
+from moe_flax.routing import Routing, renormalize_weights, route
 from moe_flax.varying import varying
 
 
@@ -28,12 +29,16 @@ class Forward:
       backend: of the experts' products.
       expert_parallel: a strategy of ``moe_flax.parallel``, "auto" among the collective ones, or
         the fused kernel.
+      transposed: whether the experts' weights lie transposed, see `moe_flax.expert_ffn`.
+      sequence_length: tokens of each sequence; needed where capacity counts by sequence.
     """
 
     config: MoEConfig
     precision: tp.Any = None
     backend: str = "auto"
     expert_parallel: str | parallel.Fused = "auto"
+    transposed: bool = False
+    sequence_length: int | None = None
 
     @property
     def check_vma(self) -> bool:
@@ -66,17 +71,24 @@ class Forward:
         config = self.config
         parameters = {name: gather_embed(name, value, axes) for name, value in parameters.items()}
         logits = router_logits(parameters, tokens if router_tokens is None else router_tokens)
-        choices, statistics = _route(parameters, logits, mask, axes, num_tokens, config)
+        choices, statistics = route_tokens(
+            parameters, logits, mask, axes, num_tokens, config, self.sequence_length
+        )
 
         # Replicated parameters vary from here on as what they meet: gradients sum accordingly.
         tokens_in, routing, parameters = varying(
             (tokens, choices, parameters), (*axes.tokens, *axes.mlp)
         )
+        seen = tokens_in
+        if config.latent_features is not None:
+            seen = jnp.dot(tokens_in, parameters["latent.wi"], precision=self.precision)
         rows = self._strategy(routing, axes)(
             self._feed_forward,
-            *varying((tokens_in, routing, _weights(parameters, axes)), axes.expert),
+            *varying((seen, routing, _weights(parameters, axes)), axes.expert),
             axes=axes.expert,
         )
+        if config.latent_features is not None:  # linear: parts of F may be summed after it
+            rows = jnp.dot(rows, parameters["latent.wo"], precision=self.precision)
         if config.shared is not None:
             shared = shared_ffn(parameters, tokens_in, config, config.shared, self.precision)
             rows = 0.5 * (rows + shared) if config.shared.combine == "average" else rows + shared
@@ -117,6 +129,9 @@ class Forward:
             activation=self.config.activation,
             wi_bias=weights.wi_bias,
             wo_bias=weights.wo_bias,
+            wi_scale=weights.wi_scale,
+            wo_scale=weights.wo_scale,
+            transpose_weights=self.transposed,
             precision=self.precision,
             backend=self.backend,
         )
@@ -131,6 +146,8 @@ def _weights(parameters: Parameters, axes: DeviceAxes) -> parallel.ExpertWeights
         wo=parameters["experts.wo"],
         wi_bias=parameters.get("experts.wi_bias"),
         wo_bias=wo_bias,
+        wi_scale=parameters.get("experts.wi_scale"),
+        wo_scale=parameters.get("experts.wo_scale"),
     )
 
 
@@ -167,19 +184,30 @@ def shared_ffn(
     return (rows * jax.nn.sigmoid(gate)).astype(rows.dtype)
 
 
-def _route(
+def route_tokens(
     parameters: Parameters,
     logits: Float[Array, "t E"],
     mask: Bool[Array, " t"],
     axes: DeviceAxes,
     num_tokens: int,
     config: MoEConfig,
+    sequence_length: int | None = None,
 ) -> tuple[Routing, RoutingStatistics]:
-    """Routes this device's tokens, and counts what all devices' tokens chose."""
+    """Routes this device's tokens within capacity, and counts what all devices' tokens chose.
+
+    Args are those of `Forward`; ``logits`` are this device's.
+    """
     router, k = config.router, config.num_experts_per_token
+    counted = sequence_length if router.capacity_scope == "sequence" else num_tokens
+    capacity = None
+    if counted is not None:
+        capacity = tokens_an_expert_takes(router, counted, config.num_experts, k)
+    after = capacity is not None and router.capacity_renormalize
     chosen = route(
         logits,
-        router,
+        dataclasses.replace(router, renormalize=False, capacity_renormalize=False, scale=1.0)
+        if after
+        else router,
         k,
         correction_bias=parameters.get("router.correction_bias"),
         per_expert_scale=parameters.get("router.per_expert_scale"),
@@ -190,9 +218,12 @@ def _route(
         weights=jnp.where(mask[:, None], chosen.weights, 0.0),
     )
     kept = chosen
-    if router.capacity_factor is not None:
-        capacity = expert_capacity(num_tokens, config.num_experts, k, router.capacity_factor)
-        kept = _within_capacity(chosen, capacity, axes, config)
+    if capacity is not None:
+        kept = _within_capacity(chosen, capacity, axes, config, num_tokens, counted or num_tokens)
+    if after:
+        left = renormalize_weights(kept.weights, router) * router.scale
+        left = jnp.where(kept.weights > 0, left, 0.0)
+        kept = dataclasses.replace(kept, weights=left)
     statistics = routing_statistics(logits, chosen, config.num_experts, kept=kept, mask=mask)
     if axes.tokens:
         statistics = varying(statistics, axes.tokens)  # counts of constants do not vary
@@ -201,19 +232,39 @@ def _route(
 
 
 def _within_capacity(
-    routing: Routing, capacity: int, axes: DeviceAxes, config: MoEConfig
+    routing: Routing,
+    capacity: int,
+    axes: DeviceAxes,
+    config: MoEConfig,
+    num_tokens: int,
+    counted: int,
 ) -> Routing:
-    """Drops by the order of all tokens, whichever device holds them: the choices are few bytes."""
+    """Drops by the order of all tokens, whichever device holds them: the choices are few bytes.
+
+    ``counted`` is the number of tokens among which experts' places are given, one sequence after
+    another.
+    """
     choices = Routing(routing.expert_ids, routing.weights, apply_to=routing.apply_to)
+    importance = None
+    if config.router.capacity_priority == "weight" and routing.probabilities is not None:
+        importance = jax.lax.stop_gradient(routing.probabilities).max(axis=-1)
+    everything = (choices, importance)
     if axes.tokens:
-        choices = jax.tree.map(
-            lambda x: jax.lax.all_gather(x, axes.tokens, axis=0, tiled=True), choices
+        everything = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axes.tokens, axis=0, tiled=True), everything
         )
-    kept = apply_capacity(
-        choices,
-        config.num_experts,
-        capacity,
+    padding = jax.tree.map(lambda x: x[num_tokens:], everything[0])
+    rows = jax.tree.map(lambda x: x[:num_tokens].reshape(-1, counted, *x.shape[1:]), everything)
+    apply = functools.partial(
+        apply_capacity,
+        num_experts=config.num_experts,
+        capacity=capacity,
         num_identity_experts=config.router.num_identity_experts,
+        priority=config.router.capacity_priority,
+    )
+    kept = jax.vmap(lambda choices, first: apply(choices, importance=first))(*rows)
+    kept = jax.tree.map(
+        lambda x, rest: jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest]), kept, padding
     )
     if axes.tokens:
         count = routing.expert_ids.shape[0]

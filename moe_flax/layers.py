@@ -1,5 +1,6 @@
 """The layer as Flax NNX modules: router, experts, shared experts, and the MoE that joins them."""
 
+import dataclasses
 import functools
 import typing as tp
 
@@ -22,6 +23,15 @@ from moe_flax.parameters import (
     CorrectionBias,
     ParameterMaker,
     parameter_shapes,
+)
+from moe_flax.quantized_weights import (
+    QuantizedWeight,
+    WeightScale,
+    check_quantized,
+    check_scales_split,
+    is_packed,
+    quantized_logical_axes,
+    stored_shape,
 )
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -64,12 +74,18 @@ class Experts(nnx.Module):
     Attributes:
       wi: [E, 2, D, F], or [E, 1, D, F] without a gate. wo: [E, F, D].
       wi_bias: [E, 2, F], or None. wo_bias: [E, D], or None.
+      wi_scale, wo_scale: the scales of quantised weights, or None; see `hold_quantized`. Neither
+        they nor quantised wi and wo are Params.
+      transposed: static; wi lies as [E, 2, F, D] and wo as [E, D, F].
+      logical: static; what `moe_flax.sharding.MeshAxes.logical` has to say of them.
     """
 
-    wi: nnx.Param[jax.Array]
+    wi: nnx.Param[jax.Array] | QuantizedWeight
     wi_bias: nnx.Param[jax.Array] | None
-    wo: nnx.Param[jax.Array]
+    wi_scale: WeightScale | None
+    wo: nnx.Param[jax.Array] | QuantizedWeight
     wo_bias: nnx.Param[jax.Array] | None
+    wo_scale: WeightScale | None
 
     def __init__(
         self,
@@ -83,6 +99,73 @@ class Experts(nnx.Module):
         self.wo = make("experts.wo", kernel_init, kernel_metadata)
         self.wi_bias = make("experts.wi_bias", bias_init, bias_metadata, rank=1)
         self.wo_bias = make("experts.wo_bias", bias_init, bias_metadata, rank=1)
+        self.wi_scale: WeightScale | None = nnx.data(None)
+        self.wo_scale: WeightScale | None = nnx.data(None)
+        self.transposed = False
+        self.logical: sharding.LogicalAxes = ()
+
+    def hold_quantized(
+        self,
+        wi: Array,
+        wo: Array,
+        wi_scale: Array | None = None,
+        wo_scale: Array | None = None,
+        *,
+        transposed: bool = False,
+        metadata: tp.Mapping[str, tp.Mapping[str, tp.Any]] = NO_METADATA,
+    ) -> None:
+        """Puts quantised weights in the place of wi and wo.
+
+        They are variables that are no Params: ``nnx.grad`` and optimizers pass them by.
+
+        Args:
+          wi, wo: values: floats of 8 bits, int8, or two floats of 4 bits in a uint8, along the
+            last axis and transposed only. One without scales stays a float Param.
+          wi_scale, wo_scale: what `moe_flax.quantize.dequantize` takes with them; their first
+            axis has all experts.
+          transposed: wi is [E, J, F, D] and wo [E, D, F], scales alike.
+          metadata: of the variables, by their names.
+
+        Raises:
+          ValueError: shapes that do not fit the layer or one another.
+          TypeError: values that need scales have none.
+        """
+        given = {"wi": (wi, wi_scale), "wo": (wo, wo_scale)}
+        held = {"wi": self.wi, "wo": self.wo}
+        for name, (values, scales) in given.items():
+            packed = self.transposed and is_packed(held[name])
+            whole = stored_shape(held[name].shape, transposed=self.transposed)
+            whole = (*whole[:-2], 2 * whole[-2], whole[-1]) if packed else whole
+            check_quantized(f"experts.{name}", values, scales, whole, transposed=transposed)
+        for name, (values, scales) in given.items():
+            kind = nnx.Param if scales is None else QuantizedWeight
+            for leaf, value, variable in (
+                (name, values, kind),
+                (f"{name}_scale", scales, WeightScale),
+            ):
+                boxed = metadata.get(leaf, NO_METADATA)
+                if value is None:
+                    setattr(self, leaf, nnx.data(None))
+                else:
+                    setattr(self, leaf, variable(value, eager_sharding=False, **boxed))
+        self.transposed = transposed
+        shapes = {f"experts.{n}": s.shape for n, (_, s) in given.items() if s is not None}
+        self.logical = quantized_logical_axes(shapes, transposed=transposed)
+
+
+class Latent(nnx.Module):
+    """Projections of a token to the width that the routed experts see, and back.
+
+    Attributes:
+      wi: [D, L]. wo: [L, D].
+    """
+
+    wi: nnx.Param[jax.Array]
+    wo: nnx.Param[jax.Array]
+
+    def __init__(self, make: ParameterMaker, kernel_init: Initializer):
+        self.wi = make("latent.wi", kernel_init)
+        self.wo = make("latent.wo", kernel_init)
 
 
 class SharedExperts(nnx.Module):
@@ -127,6 +210,7 @@ class MoE(nnx.Module):
       shared: the shared experts, or None.
       activation: "silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss" or an ``Activation``.
       use_bias: whether the experts have biases (default: False).
+      latent_features: width that the routed experts see, between two projections; None for D.
       dtype: the dtype of the computation (default: infer from input and params). The router
         computes in float32 always.
       param_dtype: the dtype passed to parameter initializers (default: float32). The router's
@@ -160,6 +244,7 @@ class MoE(nnx.Module):
         shared: SharedConfig | None = None,
         activation: str | Activation = "silu",
         use_bias: bool = False,
+        latent_features: int | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
@@ -182,6 +267,7 @@ class MoE(nnx.Module):
             shared=shared,
             activation=activation,
             use_bias=use_bias,
+            latent_features=latent_features,
         )
         self.config = config
         for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -204,6 +290,9 @@ class MoE(nnx.Module):
         )
         self.router = Router(make, kernel_init, bias_init)
         self.experts = Experts(make, kernel_init, bias_init, kernel_metadata, bias_metadata)
+        self.latent: Latent | None = nnx.data(None)
+        if latent_features is not None:
+            self.latent = Latent(make, kernel_init)
         self.shared: SharedExperts | None = nnx.data(None)
         if shared is not None:
             self.shared = SharedExperts(make, kernel_init)
@@ -225,6 +314,7 @@ class MoE(nnx.Module):
             shared=config.shared,
             activation=config.activation,
             use_bias=config.use_bias,
+            latent_features=config.latent_features,
             **kwargs,
         )
         layer.config = config
@@ -259,7 +349,9 @@ class MoE(nnx.Module):
         """Sends every token to its experts.
 
         Args:
-          inputs: [..., D], of any rank from 1 up and any floating dtype.
+          inputs: [..., D], of any rank from 1 up and any floating dtype. Where the router has a
+            capacity for each sequence, that is the axis before D; inside a caller's ``shard_map``
+            it must be whole.
           return_aux: also return losses and load, summed over the whole mesh.
           mask: [...], False for tokens that only pad the batch: they give zeros from the routed
             experts, and count in no loss and no load.
@@ -278,7 +370,12 @@ class MoE(nnx.Module):
         inputs, mask = jnp.asarray(inputs), None if mask is None else jnp.asarray(mask)
         router_inputs = None if router_inputs is None else jnp.asarray(router_inputs)
         _check_inputs(inputs, mask, router_inputs, self.config.features)
-        dtype = self.dtype or jnp.result_type(inputs, self.experts.wi[...], self.experts.wo[...])
+        floats = [
+            weight[...]
+            for weight in (self.experts.wi, self.experts.wo)
+            if not isinstance(weight, QuantizedWeight)
+        ]
+        dtype = self.dtype or jnp.result_type(inputs, *floats)
         rows, statistics = self._forward(inputs.astype(dtype), mask, router_inputs)
         if not return_aux:
             return rows
@@ -321,11 +418,19 @@ class MoE(nnx.Module):
         mesh = sharding.active_mesh(self.mesh)
         sharding.check_scope(mesh)
         axes = sharding.resolve_axes(mesh, self.rules) if mesh is not None else None
+        experts = self.experts
+        if axes is not None:
+            axes = dataclasses.replace(axes, logical=experts.logical)
+        by_sequence = self.config.router.capacity_scope == "sequence"
         forward = Forward(
             config=self.config,
             precision=self.precision,
             backend=resolve_backend(self.backend, sharding.mesh_platform(mesh)),
-            expert_parallel=choose_fused(self.expert_parallel, axes, inputs.dtype),
+            expert_parallel=choose_fused(
+                self.expert_parallel, axes, inputs.dtype, transposed=experts.transposed
+            ),
+            transposed=experts.transposed,
+            sequence_length=inputs.shape[-2] if by_sequence and inputs.ndim > 1 else None,
         )
         parameters = self._parameters(inputs.dtype)
         if mask is None:
@@ -336,15 +441,26 @@ class MoE(nnx.Module):
             rows, statistics = _on_one_device(forward, parameters, tokens, flat_mask, seen)
             return rows.reshape(inputs.shape), statistics
         shapes = parameter_shapes(self.config)
+        for name, weight, scale in (
+            ("experts.wi", experts.wi, experts.wi_scale),
+            ("experts.wo", experts.wo, experts.wo_scale),
+        ):
+            packed = scale is not None and is_packed(weight)
+            shapes[name] = stored_shape(shapes[name], transposed=experts.transposed, packed=packed)
+            if scale is not None and not getattr(axes.mesh, "manual_axes", ()):
+                check_scales_split(name, weight, scale, axes, transposed=experts.transposed)
         return over_mesh(forward, parameters, shapes, inputs, mask, axes, router_inputs)
 
     def _parameters(self, dtype: Dtype) -> Parameters:
-        """All parameters by name; all but the router's in the dtype to compute in."""
+        """All parameters by name; all but the router's and quantised ones in ``dtype``."""
         found = {}
-        for name in parameter_shapes(self.config):
+        for name in (*parameter_shapes(self.config), "experts.wi_scale", "experts.wo_scale"):
             module, _, leaf = name.partition(".")
-            value = getattr(getattr(self, module), leaf)[...]
-            found[name] = value if module == "router" else value.astype(dtype)
+            variable = getattr(getattr(self, module), leaf)
+            if variable is None:
+                continue
+            kept = module == "router" or isinstance(variable, QuantizedWeight | WeightScale)
+            found[name] = variable[...] if kept else variable[...].astype(dtype)
         return found
 
 

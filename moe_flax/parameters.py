@@ -28,6 +28,7 @@ def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
     ``router.correction_bias`` among them, although it is no Param.
     """
     e, d, f = config.num_experts, config.features, config.hidden_features
+    seen = config.expert_features
     columns = e + config.router.num_identity_experts
     branches = 2 if resolve_activation(config.activation).gated else 1
     shapes: dict[str, tuple[int, ...]] = {"router.kernel": (d, columns)}
@@ -37,11 +38,13 @@ def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
         shapes["router.per_expert_scale"] = (columns,)
     if config.router.correction_bias:
         shapes["router.correction_bias"] = (columns,)
-    shapes["experts.wi"] = (e, branches, d, f)
-    shapes["experts.wo"] = (e, f, d)
+    if config.latent_features is not None:
+        shapes["latent.wi"], shapes["latent.wo"] = (d, seen), (seen, d)
+    shapes["experts.wi"] = (e, branches, seen, f)
+    shapes["experts.wo"] = (e, f, seen)
     if config.use_bias:
         shapes["experts.wi_bias"] = (e, branches, f)
-        shapes["experts.wo_bias"] = (e, d)
+        shapes["experts.wo_bias"] = (e, seen)
     if config.shared is not None:
         s = config.shared.hidden_features
         branches = (

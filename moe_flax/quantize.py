@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float8e4m3fn, Int8, Shaped, UInt8
 
+_LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
+_SMALLEST_ROW = 1e-12  # stands in for the maximum of a row of zeros
 _BLOCK = 128  # the block of DeepSeek's checkpoints, and the window where sizes leave a choice
 _FLOAT4_WINDOW = 32  # values that share a scale in the OCP's MX formats
 
@@ -72,6 +74,33 @@ def _window(size: int, count: int, window: int | None, axis: int, values, scales
         f" (values {values}, scales {scales}, window {window}; without a window, windows of"
         f" {_BLOCK} or of a size that divides the axis are tried)"
     )
+
+
+def quantize_rows(
+    x: Float[Array, "... K"], *, scale_ub: float | None = None
+) -> tuple[Float8e4m3fn[Array, "... K"], Float[Array, "... 1"]]:
+    """Quantises each row to float8_e4m3fn with a float32 scale of its own.
+
+    The scale is the row's largest magnitude over 448, the largest float8_e4m3fn; values are
+    rounded to nearest and clamped. A row of zeros gives zeros and a small finite scale; NaN and
+    infinities spoil their own row only.
+
+    Args:
+      x: [.., K], any float dtype.
+      scale_ub: an upper bound of the magnitude that a scale allows for: larger values are clamped
+        to it.
+
+    Returns:
+      Values [.., K] and scales [.., 1]; `dequantize` multiplies them.
+    """
+    wide = x.astype(jnp.float32)
+    bound = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0.0)
+    if scale_ub is not None:
+        bound = jnp.minimum(bound, scale_ub)
+    bound = jnp.maximum(bound, _SMALLEST_ROW)
+    scaled = wide * (_LARGEST_FLOAT8 / bound)
+    values = jnp.clip(scaled, -_LARGEST_FLOAT8, _LARGEST_FLOAT8).astype(jnp.float8_e4m3fn)
+    return values, bound / _LARGEST_FLOAT8
 
 
 def _float_scales(scales: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ def route(
     logits. NaN and infinite logits still choose K distinct experts, of the kept groups; only the
     weights of their own token are not finite. A NaN choice score comes after every number.
 
-    ``config.capacity_factor`` is not applied here, see ``apply_capacity``.
+    A capacity is not applied here, see ``apply_capacity``.
 
     Args:
       logits: [T, E + Z], of any float dtype; the last Z = ``config.num_identity_experts`` columns
@@ -208,10 +208,10 @@ def _weights(
         weights = jax.nn.softmax(weights, axis=-1)
     elif config.weight_activation == "sigmoid":
         weights = jax.nn.sigmoid(weights)
-    return _renormalize(weights, config) if config.renormalize else weights
+    return renormalize_weights(weights, config) if config.renormalize else weights
 
 
-def _renormalize(weights: jax.Array, config: RouterConfig) -> jax.Array:
+def renormalize_weights(weights: jax.Array, config: RouterConfig) -> jax.Array:
     order = config.renormalize_order
     if order == 1:
         norm = weights.sum(axis=-1, keepdims=True)

@@ -35,11 +35,20 @@ LOGICAL_AXES: tp.Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
         "experts.wi_bias": ("expert", None, "mlp"),
         "experts.wo": ("expert", "mlp", "embed"),
         "experts.wo_bias": ("expert", "embed"),
+        "latent.wi": ("embed", None),
+        "latent.wo": (None, "embed"),
         "shared.wi": (None, "embed", "mlp"),
         "shared.wo": ("mlp", "embed"),
         "shared.gate": ("embed", None),
     }
 )
+
+LogicalAxes: tp.TypeAlias = tuple[tuple[str, tuple[str | None, ...]], ...]  # a dict that hashes
+
+
+def logical_axes(parameter: str, others: LogicalAxes = ()) -> tuple[str | None, ...]:
+    """A parameter's logical axes: those that ``others`` has for it, else ``LOGICAL_AXES``'."""
+    return dict(others).get(parameter) or LOGICAL_AXES[parameter]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +59,8 @@ class MeshAxes:
       mesh: the mesh.
       expert, embed, mlp: axes that split E, D and F of the parameters.
       tokens: axes that split the tokens.
+      logical: the logical axes of parameters that lie otherwise than ``LOGICAL_AXES`` says, and
+        of those that it does not name.
     """
 
     mesh: AnyMesh
@@ -57,6 +68,7 @@ class MeshAxes:
     embed: tuple[str, ...]
     mlp: tuple[str, ...]
     tokens: tuple[str, ...]
+    logical: "LogicalAxes" = ()
 
     def size(self, axes: tp.Iterable[str]) -> int:
         """Devices along the given mesh axes together."""
@@ -69,14 +81,19 @@ class MeshAxes:
             return tuple(axis for axis in axes if axis not in names)
 
         return MeshAxes(
-            self.mesh, rest(self.expert), rest(self.embed), rest(self.mlp), rest(self.tokens)
+            self.mesh,
+            rest(self.expert),
+            rest(self.embed),
+            rest(self.mlp),
+            rest(self.tokens),
+            self.logical,
         )
 
     def spec(self, parameter: str, shape: tp.Sequence[int]) -> PartitionSpec:
         """The PartitionSpec of a parameter.
 
         Args:
-          parameter: a name of ``LOGICAL_AXES``, such as "experts.wi".
+          parameter: a name of ``LOGICAL_AXES`` or of ``logical``, such as "experts.wi".
           shape: its whole shape.
 
         Raises:
@@ -84,7 +101,7 @@ class MeshAxes:
         """
         entries = []
         for dimension, (size, logical) in enumerate(
-            zip(shape, LOGICAL_AXES[parameter], strict=True)
+            zip(shape, logical_axes(parameter, self.logical), strict=True)
         ):
             axes = getattr(self, logical) if logical else ()
             if size % self.size(axes):
@@ -164,7 +181,7 @@ def resolve_axes(mesh: AnyMesh, rules: Rules | None = None) -> MeshAxes:
         logical: tuple(name for name in names if mesh.shape[name] > 1)
         for logical, names in axes.items()
     }
-    return MeshAxes(mesh=mesh, **trimmed)
+    return MeshAxes(mesh, trimmed["expert"], trimmed["embed"], trimmed["mlp"], trimmed["tokens"])
 
 
 def flax_rules(rules: Rules | None) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:

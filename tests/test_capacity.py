@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -6,9 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from moe_flax.capacity import apply_capacity, expert_capacity
-from moe_flax.config import RouterConfig
+from moe_flax import MoE
+from moe_flax.capacity import apply_capacity, expert_capacity, tokens_an_expert_takes
+from moe_flax.config import MoEConfig, RouterConfig
+from moe_flax.forward import route_tokens
+from moe_flax.parallel.mesh import DeviceAxes
 from moe_flax.routing import Routing, route
 
 
@@ -124,7 +129,105 @@ def test_expert_capacity():
     assert expert_capacity(0, 8, 2, 1.0) == 0
 
 
+def nllb(logits, capacity, by_probability, before, scale):
+    """NLLB's weights, [T, E], as its description has them: first choices, then second ones."""
+    tokens, experts = logits.shape
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    order = np.argsort(-p.max(-1), kind="stable") if by_probability else np.arange(tokens)
+    ranks = np.argsort(-logits, -1, kind="stable")[:, :2]
+    weights, taken = np.zeros((tokens, experts)), np.zeros(experts, int)
+    for choice in (0, 1):
+        for t in order:
+            e = ranks[t, choice]
+            taken[e] += 1
+            if taken[e] <= capacity:
+                weights[t, e] = p[t, e]
+    pairs = np.take_along_axis(p if before else weights, ranks, -1).sum(-1, keepdims=True)
+    return scale * weights / np.maximum(pairs, np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("by_probability", [False, True])
+def test_nllb(by_probability, before):
+    config = MoEConfig.from_hf(
+        {
+            "model_type": "nllb-moe",
+            "d_model": 4,
+            "encoder_ffn_dim": 8,
+            "num_experts": 6,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_sparse_step": 1,
+            "decoder_sparse_step": 1,
+            "moe_token_dropout": 0.25,
+            "moe_eval_capacity_token_fraction": 0.3,
+            "batch_prioritized_routing": by_probability,
+            "normalize_router_prob_before_dropping": before,
+        }
+    )
+    logits = np.random.default_rng(1).normal(size=(25, 6)).astype(np.float32) + np.arange(6) / 3
+    logits = logits.astype(np.float32)
+    expected = nllb(logits, math.ceil(0.3 * 25), by_probability, before, 0.75)
+    assert (expected.sum(-1) == 0).any()
+    mask = jnp.ones(25, bool)
+    chosen, _ = route_tokens({}, jnp.asarray(logits), mask, DeviceAxes(), 25, config)
+    found = np.zeros((25, 7))
+    np.put_along_axis(found, np.asarray(chosen.expert_ids), np.asarray(chosen.weights), -1)
+    np.testing.assert_allclose(found[:, :6], expected, rtol=1e-5, atol=1e-7)
+
+
+def by_sequence(scope="sequence", **kwargs):
+    config = RouterConfig(expert_capacity=2, capacity_scope=scope, renormalize=False)
+    init = nnx.initializers.normal(0.5)
+    return MoE(16, 8, 4, 1, router=config, kernel_init=init, rngs=nnx.Rngs(0), **kwargs)
+
+
+def test_each_sequence_has_its_own_places():
+    """As Switch counts them: three sequences of 7 tokens, 2 places an expert."""
+    layer, x = by_sequence(), jax.random.normal(jax.random.key(0), (3, 7, 16))
+    y, aux = layer(x, return_aux=True)
+    ids = np.asarray(jnp.argmax(layer.router(x), -1))
+    dropped = np.array([[np.sum(row[:t] == row[t]) >= 2 for t in range(7)] for row in ids])
+    assert 0 < dropped.sum() < dropped.size
+    np.testing.assert_array_equal(np.asarray(y == 0).all(-1), dropped)
+    assert aux.dropped_fraction == pytest.approx(dropped.mean())
+    for row in range(3):
+        np.testing.assert_allclose(layer(x[row]), y[row], atol=1e-6)
+    batch = by_sequence("batch")(x.reshape(21, 16))
+    assert np.asarray(batch == 0).all(-1).sum() > dropped.sum()
+    np.testing.assert_array_equal(by_sequence("batch")(x).reshape(21, 16), batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 4}, {"expert": 2, "tensor": 2}])
+def test_sequences_on_a_mesh(sizes):
+    """21 tokens do not divide over the devices, nor do sequences lie on one."""
+    x = jax.random.normal(jax.random.key(0), (3, 7, 16))
+    expected = by_sequence()(x)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes))
+    np.testing.assert_allclose(by_sequence(mesh=mesh)(x), expected, atol=1e-5)
+
+
+def test_places_that_are_enough():
+    for config, tokens, expected in (
+        (RouterConfig(), 8, None),
+        (RouterConfig(expert_capacity=8), 8, None),
+        (RouterConfig(expert_capacity=7), 8, 7),
+        (RouterConfig(capacity_fraction=0.3), 11, 4),
+        (RouterConfig(capacity_fraction=1.0), 11, None),
+        (RouterConfig(capacity_factor=1.25), 64, 20),
+    ):
+        assert tokens_an_expert_takes(config, tokens, 8, 2) == expected
+
+
 def test_bad_input():
+    with pytest.raises(ValueError, match=r"got expert_capacity, capacity_fraction"):
+        RouterConfig(expert_capacity=3, capacity_fraction=0.5)
+    with pytest.raises(ValueError, match=r"capacity_fraction must be positive or None, got -1\.0"):
+        RouterConfig(capacity_fraction=-1.0)
+    with pytest.raises(ValueError, match="capacity_renormalize needs renormalize=True"):
+        RouterConfig(renormalize=False, capacity_renormalize=True)
     routing = Routing(jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)))
     with pytest.raises(ValueError, match="priority must be 'slot', 'token' or 'weight', got 'x'"):
         apply_capacity(routing, 4, 1, priority="x")  # pyright: ignore

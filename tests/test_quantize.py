@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_flax.quantize import dequantize, quantize_blocks, quantize_channels, quantize_mxfp4
+from moe_flax.quantize import (
+    dequantize,
+    quantize_blocks,
+    quantize_channels,
+    quantize_mxfp4,
+    quantize_rows,
+)
 
 E, D, F = 2, 130, 257
 
@@ -61,6 +67,26 @@ def test_scales_have_gradients():
     sums = np.asarray(values, np.float32)
     wanted = [[s[:128].sum(), s[128:].sum()] for s in sums]
     np.testing.assert_allclose(grad[..., 0], wanted)
+
+
+def test_rows_to_float8():
+    x = np.random.default_rng(0).normal(size=(3, 6, 40)).astype(np.float32)
+    x[0, 1], x[0, 2, 5], x[0, 3] = 0, np.nan, 1e4 * x[0, 3]
+    values, scales = quantize_rows(jnp.asarray(x), scale_ub=100.0)
+    assert (values.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    assert (values.shape, scales.shape) == (x.shape, (3, 6, 1))
+    bound = np.maximum(np.minimum(np.abs(x).max(-1, keepdims=True), 100), 1e-12)
+    np.testing.assert_allclose(scales, bound / 448, rtol=1e-6)
+    back = np.asarray(dequantize(values, scales))
+    assert not back[0, 1].any()
+    assert np.isfinite(scales[0, 1])
+    assert np.isnan(back[0, 2]).all()
+    assert np.isfinite(np.delete(back[0], 2, 0)).all()
+    np.testing.assert_allclose(np.abs(back[0, 3]).max(), 100, rtol=1e-6)
+    # Half a step of 3 bits, or of the smallest numbers, which have fewer.
+    apart = np.abs(back[1:] - x[1:])
+    assert (apart <= np.maximum(np.abs(x[1:]) / 16, np.asarray(scales[1:]) / 1024)).all()
+    assert apart.max() > 0.01
 
 
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -12,28 +12,24 @@ from moe_flax import sharding
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.hf_config import rewrite_config
-from moe_flax.checkpoint.kept import keep_parameters
-from moe_flax.checkpoint.mapping import (
-    ArrayParameter,
-    Binding,
-    Parameter,
-    Tensors,
-    read,
-    stored_chunks,
-)
-from moe_flax.checkpoint.modules import build_moe, named_variables, parameter_dtype
+from moe_flax.checkpoint.kept import keep_parameters, kept_parameters
+from moe_flax.checkpoint.mapping import Parameter, Tensors, read, turned
+from moe_flax.checkpoint.modules import build_moe, mesh_axes, parameter_dtype
+from moe_flax.checkpoint.outputs import module_outputs
+from moe_flax.checkpoint.quantized import QuantizedTensor
 from moe_flax.checkpoint.schema import Family, Form
-from moe_flax.checkpoint.source import Layer, bind, open_source
+from moe_flax.checkpoint.source import Layer, Source, bind, open_source
 from moe_flax.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
-    Output,
     array_output,
     write_checkpoint,
 )
 from moe_flax.config import MoEConfig
+from moe_flax.kernels.backend import default_platform
 from moe_flax.layers import MoE
 
 Path: tp.TypeAlias = str | os.PathLike[str]
+Quantized: tp.TypeAlias = tp.Literal["dequantize", "keep"]
 
 
 class Rest(collections.abc.Mapping[str, np.ndarray]):
@@ -67,6 +63,8 @@ class Checkpoint:
       beyond: layers past the configuration's last (multi-token prediction); in ``rest``.
       origin: where each layer lay in the files, so that `save` puts it back; {} for new models.
       dtypes: the stored dtype of each tensor, likewise; {} where ``dtype`` asked for another.
+      quantized: the quantized tensors of layers that were kept; what lies in them goes back into
+        their format. {} where all was read as floats.
     """
 
     config: MoEConfig
@@ -76,6 +74,7 @@ class Checkpoint:
     beyond: tuple[int, ...] = ()
     origin: dict[int, Layer] = dataclasses.field(default_factory=dict)
     dtypes: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
+    quantized: dict[str, QuantizedTensor] = dataclasses.field(default_factory=dict)
 
 
 def load_layer(
@@ -85,7 +84,8 @@ def load_layer(
     dtype: tp.Any = None,
     mesh: sharding.AnyMesh | None = None,
     rules: sharding.Rules | None = None,
-    quantized: tp.Literal["dequantize", "keep"] = "dequantize",
+    quantized: Quantized = "dequantize",
+    transposed: bool | None = None,
     form: str | None = None,
 ) -> MoE:
     """Loads one MoE layer of a public checkpoint.
@@ -97,7 +97,11 @@ def load_layer(
         are float32 always.
       mesh, rules: see `moe_flax.MoE`; each process reads only what its devices hold.
       quantized: "dequantize": quantized weights are read as floats, float32 unless ``dtype``
-        says otherwise. To "keep" them see `load_parameters`.
+        says otherwise. "keep": the experts' stay as they are stored, in variables that are no
+        Params, with their scales; other parameters are read as floats.
+      transposed: for "keep", whether the layer holds wi as [E, J, F, D] and wo as [E, D, F], as
+        kernels for GPUs want them and as values of four bits can stay two in a byte. None: on
+        GPUs, and where there are such values; otherwise those become float8_e4m3fn.
       form: the on-disk form's name where a family has two under the same keys (Qwen3-VL-MoE).
 
     Returns:
@@ -108,8 +112,39 @@ def load_layer(
     """
     _check_quantized(quantized)
     source = open_source(path, form=form, only=layer)
-    bound = source.layer(layer)
-    return build_moe(bound.config, source.parameters(layer), dtype=dtype, mesh=mesh, rules=rules)
+    return _build(source, layer, quantized, transposed, dtype=dtype, mesh=mesh, rules=rules)
+
+
+def _build(
+    source: Source,
+    index: int,
+    quantized: Quantized,
+    transposed: bool | None,
+    *,
+    dtype: tp.Any,
+    mesh: sharding.AnyMesh | None,
+    rules: sharding.Rules | None,
+) -> MoE:
+    bound = source.layer(index)
+    parameters: dict[str, Parameter] = dict(source.parameters(index))
+    turn = False
+    if quantized == "keep":
+        axes = mesh_axes(mesh, rules)
+        if transposed is None:
+            platform = sharding.mesh_platform(axes.mesh) if axes is not None else None
+            transposed = True if (platform or default_platform()) == "gpu" else None
+        kept, turn = kept_parameters(
+            bound.bindings,
+            source.tensors,
+            transposed=transposed,
+            shards=axes.size(axes.mlp) if axes is not None else 1,
+        )
+        turn = turn and bool(kept)
+        for name in ("experts.wi", "experts.wo") if turn else ():
+            parameters[name] = turned(parameters[name])
+        for name, weight in kept.items():
+            parameters |= weight.parameters(name)
+    return build_moe(bound.config, parameters, dtype=dtype, mesh=mesh, rules=rules, transposed=turn)
 
 
 def load(
@@ -118,7 +153,8 @@ def load(
     dtype: tp.Any = None,
     mesh: sharding.AnyMesh | None = None,
     rules: sharding.Rules | None = None,
-    quantized: tp.Literal["dequantize", "keep"] = "dequantize",
+    quantized: Quantized = "dequantize",
+    transposed: bool | None = None,
     form: str | None = None,
 ) -> Checkpoint:
     """Loads all MoE layers of a public checkpoint; nothing in it is lost.
@@ -133,20 +169,28 @@ def load(
     source = open_source(path, form=form)
     source.check_head()
     layers = {
-        index: build_moe(
-            bound.config, source.parameters(index), dtype=dtype, mesh=mesh, rules=rules
-        )
-        for index, bound in source.layers.items()
+        index: _build(source, index, quantized, transposed, dtype=dtype, mesh=mesh, rules=rules)
+        for index in source.layers
     }
     taken = [key for bound in source.layers.values() for key in bound.keys]
+    rest, hf_config = Rest(source.tensors, source.rest), source.hf_config
+    found: dict[str, QuantizedTensor] = {}
+    if quantized == "keep":
+        logical = source.quantized
+        found = {key: logical[key] for key in taken if key in logical}
+        names = [logical[n].keys if n in logical else (n,) for n in source.rest]
+        rest = Rest(source.stored, [name for group in names for name in group])
+    else:
+        hf_config = without_quantization(hf_config)
     return Checkpoint(
         config=source.config,
         layers=layers,
-        rest=Rest(source.tensors, source.rest),
-        hf_config=without_quantization(source.hf_config),
+        rest=rest,
+        hf_config=hf_config,
         beyond=tuple(source.beyond),
         origin=source.layers,
         dtypes={} if dtype else {key: np.dtype(source.tensors[key].dtype) for key in taken},
+        quantized=found,
     )
 
 
@@ -154,7 +198,8 @@ def load_parameters(
     path: Path,
     layer: int,
     *,
-    quantized: tp.Literal["dequantize", "keep"] = "dequantize",
+    quantized: Quantized = "dequantize",
+    transposed: bool = False,
     form: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Loads one MoE layer's parameters as NumPy arrays, by their names in the layer.
@@ -163,30 +208,29 @@ def load_parameters(
       path, layer, form: see `load_layer`.
       quantized: "dequantize", or "keep": quantized parameters come as stored, with their scales
         as ``experts.wi_scale`` and ``experts.wo_scale``, which `moe_flax.expert_ffn` takes.
+      transposed: see `load_layer`; for `moe_flax.expert_ffn` with ``transpose_weights``.
 
     Raises:
       CheckpointError: a ValueError that names the file and the tensor.
     """
-    if quantized not in ("dequantize", "keep"):
-        raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
+    _check_quantized(quantized)
     source = open_source(path, form=form, only=layer)
     bound = source.layer(layer)
-    kept = keep_parameters(bound.bindings, source.tensors) if quantized == "keep" else {}
-    parameters = source.parameters(layer).items()
+    kept: dict[str, np.ndarray] = {}
+    if quantized == "keep":
+        kept = keep_parameters(bound.bindings, source.tensors, transposed=transposed)
+    parameters: dict[str, Parameter] = dict(source.parameters(layer))
+    for name in ("experts.wi", "experts.wo") if transposed else ():
+        parameters[name] = turned(parameters[name])
     return kept | {
         name: read(p, dtype=parameter_dtype(name, p.dtype, None))
-        for name, p in parameters
+        for name, p in parameters.items()
         if name not in kept
     }
 
 
 def _check_quantized(quantized: str) -> None:
-    if quantized == "keep":
-        raise ValueError(
-            "a MoE layer holds float weights; load quantized ones with"
-            " moe_flax.checkpoint.load_parameters(..., quantized='keep')"
-        )
-    if quantized != "dequantize":
+    if quantized not in ("dequantize", "keep"):
         raise ValueError(f"quantized must be 'dequantize' or 'keep', got {quantized!r}")
 
 
@@ -227,11 +271,8 @@ def save(
     bound = target_layers(checkpoint, row, form)
     outputs = []
     for index, layer in bound.items():
-        parameters = {
-            name: ArrayParameter(variable[...])
-            for name, variable in named_variables(checkpoint.layers[index])
-        }
-        outputs += layer_outputs(layer, parameters, checkpoint.dtypes)
+        module = checkpoint.layers[index]
+        outputs += module_outputs(layer, module, checkpoint.dtypes, checkpoint.quantized)
     names = {output.name for output in outputs}
     for name in checkpoint.rest:
         if name in names:
@@ -276,65 +317,3 @@ def target_config(checkpoint: Checkpoint, row: Family) -> dict[str, tp.Any]:
     if known and families.resolve(known)[0] is row:
         return known
     return rewrite_config(row, checkpoint.config, known)
-
-
-def layer_outputs(
-    layer: Layer, parameters: tp.Mapping[str, Parameter], dtypes: tp.Mapping[str, np.dtype]
-) -> list[Output]:
-    """The stored tensors of one layer.
-
-    A tensor keeps the dtype it was loaded with where its values survive that; a router that has
-    been trained since is written in float32.
-    """
-    outputs = []
-    if set(parameters) != set(layer.bindings):
-        differing = sorted(set(parameters) ^ set(layer.bindings))
-        raise fault(f"layer {layer.index}: {differing} are in the layer or the family, not in both")
-    for name, binding in layer.bindings.items():
-        parameter = parameters[name]
-        if tuple(parameter.shape) != binding.shape:
-            raise fault(
-                f"layer {layer.index}: {name} has shape {tuple(parameter.shape)},"
-                f" its configuration makes it {binding.shape}"
-            )
-        _check_one_value(layer, name, binding, parameter)
-        for key in binding.keys:
-            dtype = dtypes.get(key, parameter.dtype)
-            if dtype != parameter.dtype and not _survives(binding, key, parameter, dtype):
-                dtype = parameter.dtype
-            outputs.append(_output(binding, key, parameter, dtype))
-    return outputs
-
-
-def _check_one_value(layer: Layer, name: str, binding: Binding, parameter: Parameter) -> None:
-    """Raises a CheckpointError where the form stores less than the parameter says."""
-    if binding.entry.key is None:
-        if np.any(read(parameter)):
-            raise fault(
-                f"layer {layer.index}: {name} is not zero, and form {layer.form.name} of"
-                f" {layer.config.family} has no place for it"
-            )
-    elif binding.one_for_all_experts:
-        values = read(parameter)
-        others = [
-            e for e, v in enumerate(values) if not np.array_equal(v, values[0], equal_nan=True)
-        ]
-        if others:
-            raise fault(
-                f"layer {layer.index}: form {layer.form.name} of {layer.config.family} stores one"
-                f" {name} for all experts; those of experts {others} differ from expert 0's"
-            )
-
-
-def _output(binding: Binding, key: str, parameter: Parameter, dtype: np.dtype) -> Output:
-    return Output(
-        key, dtype, binding.stored_shape, lambda: stored_chunks(binding, key, parameter, dtype)
-    )
-
-
-def _survives(binding: Binding, key: str, parameter: Parameter, dtype: np.dtype) -> bool:
-    """Whether a tensor's values are the same after a cast to ``dtype``."""
-    return all(
-        np.array_equal(chunk, chunk.astype(dtype).astype(chunk.dtype), equal_nan=True)
-        for chunk in stored_chunks(binding, key, parameter, parameter.dtype)
-    )

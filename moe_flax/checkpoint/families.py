@@ -5,6 +5,7 @@ which layout the weights lie. Field names, defaults and orders follow the famili
 configurations and files, as `transformers` reads and writes them.
 """
 
+import dataclasses
 import os
 import typing as tp
 
@@ -149,6 +150,11 @@ _GRANITE_FORMS = (
     ),
 )
 
+_LATENT = (
+    Entry("latent.wi", "mixer.fc1_latent_proj.weight", "N D"),
+    Entry("latent.wo", "mixer.fc2_latent_proj.weight", "D N"),
+)
+
 TABLE: tp.Final[tuple[Family, ...]] = (
     # Softmax over all experts, then the K best.
     Family(
@@ -174,6 +180,24 @@ TABLE: tp.Final[tuple[Family, ...]] = (
         experts=_experts("num_experts"),
         router=_softmax(_norm(False)),
         stacks=_QWEN_LAYERS,
+    ),
+    Family(
+        ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"),
+        two_forms("mlp.", GATE_UP_DOWN, _QWEN_ROUTER),
+        hidden=_MOE_WIDTH,
+        experts=_experts("num_experts"),
+        router=_softmax(_norm(True)),
+        stacks=tuple(
+            dataclasses.replace(
+                stack,
+                prefixes=(
+                    "thinker.model.layers.{layer}.",
+                    "model.layers.{layer}.",
+                ),
+            )
+            for stack in _QWEN_LAYERS
+        ),
+        note="The thinker's layers; the talker's experts are passed on as they are.",
     ),
     Family(
         ("qwen3_next",),
@@ -750,6 +774,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                     ),
                     Entry("experts.wi", "mixer.experts.{E}.up_proj.weight", "(J F) D"),
                     Entry("experts.wo", "mixer.experts.{E}.down_proj.weight", "D F"),
+                    *_LATENT,
                     Entry("shared.wi", "mixer.shared_experts.up_proj.weight", "(J S) D"),
                     Entry("shared.wo", "mixer.shared_experts.down_proj.weight", "D S"),
                 ),
@@ -762,6 +787,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                         correction_bias="mixer.gate.e_score_correction_bias",
                     ),
                     *stacked("mixer.experts.up_proj", "mixer.experts.down_proj"),
+                    *_LATENT,
                     Entry("shared.wi", "mixer.shared_experts.up_proj.weight", "(J S) D"),
                     Entry("shared.wo", "mixer.shared_experts.down_proj.weight", "D S"),
                 ),
@@ -783,7 +809,8 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 ),
             ),
         ),
-        expects={"moe_latent_size": (), "mlp_bias": (False,)},
+        latent=field("moe_latent_size", default=None),
+        expects={"mlp_bias": (False,)},
     ),
     # Sigmoid scores and a correction bias, without groups.
     Family(
@@ -1011,7 +1038,12 @@ TABLE: tp.Final[tuple[Family, ...]] = (
         hidden=field("d_ff"),
         experts=_experts("num_experts"),
         top_k=1,
-        router={**_softmax(False), "logit_bias": field("router_bias", default=False)},
+        router={
+            **_softmax(False),
+            "logit_bias": field("router_bias", default=False),
+            "expert_capacity": field("expert_capacity", default=64),
+            "capacity_scope": "sequence",
+        },
         activation=Act(field("dense_act_fn", default="relu", choices=FUNCTIONS), gated=False),
         stacks=(
             Stack(
@@ -1025,8 +1057,8 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 LayerRule(period=field("decoder_sparse_step"), phase=1),
             ),
         ),
-        note="The model drops a token past expert_capacity of its own sequence; the layer does not"
-        " know sequences and drops none. apply_capacity does it for the routing of one sequence.",
+        note="A token past expert_capacity of its own sequence is dropped: call the layer with"
+        " [batch, sequence, features].",
     ),
     Family(
         ("nllb-moe", "nllb_moe"),
@@ -1053,6 +1085,15 @@ TABLE: tp.Final[tuple[Family, ...]] = (
             "logit_bias": field("router_bias", default=False),
             # At inference the model multiplies by the probability that a token is kept.
             "scale": field("moe_token_dropout", default=0.2, cast="complement"),
+            "capacity_fraction": field("moe_eval_capacity_token_fraction", default=1.0),
+            "capacity_priority": field(
+                "batch_prioritized_routing", default="slot", choices={True: "weight", False: "slot"}
+            ),
+            "capacity_renormalize": field(
+                "normalize_router_prob_before_dropping",
+                default=True,
+                choices={True: False, False: True},
+            ),
         },
         activation=Act(
             field("activation_function", default="relu", choices=FUNCTIONS), gated=False
@@ -1070,11 +1111,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 LayerRule(period=field("decoder_sparse_step"), phase=-1),
             ),
         ),
-        # Outside training no token is dropped at a fraction of 1; expert_capacity is of training.
-        expects={
-            "moe_eval_capacity_token_fraction": (1,),
-            "second_expert_policy": ("all",),
-        },
+        expects={"second_expert_policy": ("all",)},
         note="The layer is the one of evaluation; expert_capacity, for training, is not applied.",
     ),
 )

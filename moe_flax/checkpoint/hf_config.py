@@ -6,6 +6,9 @@ import os
 import pathlib
 import typing as tp
 
+import ml_dtypes
+import numpy as np
+
 from moe_flax.activations import resolve_activation
 from moe_flax.checkpoint.errors import CheckpointError, fault
 from moe_flax.checkpoint.reader import parse_json
@@ -13,6 +16,14 @@ from moe_flax.checkpoint.schema import Act, Family, Field, Stack, Values, lookup
 from moe_flax.config import MoEConfig, RouterConfig, SharedConfig
 
 _MAX_LAYERS, _MAX_EXPERTS = 10_000, 100_000  # more is a broken file, and would fill the memory
+_FLOATS: tp.Final = {
+    name: np.dtype(dtype)
+    for name, dtype in (
+        ("float32", np.float32),
+        ("float16", np.float16),
+        ("bfloat16", ml_dtypes.bfloat16),
+    )
+}
 NESTED: tp.Final = ("text_config", "thinker_config", "language_config", "llm_config")
 
 
@@ -26,6 +37,17 @@ def load_json(source: str | os.PathLike[str] | Values) -> dict[str, tp.Any]:
         return parse_json(path.read_bytes(), path)
     except OSError as error:
         raise fault(f"cannot be read ({error.strerror})", file=path) from None
+
+
+def float_dtype(values: Values) -> np.dtype:
+    """The dtype that config.json says the model's floats have; bfloat16 where it says none."""
+    inner = (values[n] for n in NESTED if isinstance(values.get(n), tp.Mapping))
+    for part in (values, *inner):
+        for name in ("dtype", "torch_dtype"):
+            found = str(part.get(name)).removeprefix("torch.")
+            if found in _FLOATS:
+                return _FLOATS[found]
+    return _FLOATS["bfloat16"]
 
 
 def text_values(values: Values, known: tp.Container[tp.Any]) -> tuple[str, Values]:
@@ -99,6 +121,7 @@ def read_config(family: Family, values: Values, layer: int | None = None) -> MoE
             shared=shared,
             activation=family.activation.read(values, layer),
             use_bias=family.use_bias,
+            latent_features=read(family.latent, values, layer),
             num_layers=offset,
             moe_layers=tuple(moe_layers),
             family=family.name,
@@ -151,6 +174,8 @@ def write_config(family: Family, config: MoEConfig) -> dict[str, tp.Any]:
     writer.put(family.hidden, config.hidden_features)
     writer.put(family.experts, config.num_experts)
     writer.put(family.top_k, config.num_experts_per_token)
+    if config.latent_features is not None:
+        writer.put(family.latent, config.latent_features)
     for name, cell in family.router.items():
         writer.put(cell, getattr(config.router, name))
     _put_activation(writer, family.activation, config.activation)

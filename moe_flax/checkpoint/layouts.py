@@ -4,6 +4,7 @@ A layout names the axes of an array in order: ``"E D (F J)"`` is a [E, D, 2F] te
 axis runs over F with gate and up interleaved, ``"E D (J F)"`` the concatenated one. Axes:
 
     E experts, J branches (gate, up), D model width, F expert width, S shared width,
+    N width between Nemotron-H's projections, where D is that for the experts
     R router outputs (E plus identity experts), L layers, T tensor-parallel shards
 
 Two layouts of the same axes fix a permutation, and swapping them fixes its inverse.
@@ -23,6 +24,8 @@ PARAMETER_AXES: tp.Final[dict[str, str]] = {
     "experts.wi_bias": "E J F",
     "experts.wo": "E F D",
     "experts.wo_bias": "E D",
+    "latent.wi": "D N",
+    "latent.wo": "N D",
     "shared.wi": "J D S",
     "shared.wo": "S D",
     "shared.gate": "D 1",

@@ -11,18 +11,17 @@ import pathlib
 import shutil
 import typing as tp
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-
 from moe_flax.checkpoint import families
-from moe_flax.checkpoint.convert import find_form, layer_outputs, without_quantization
+from moe_flax.checkpoint.convert import find_form, without_quantization
 from moe_flax.checkpoint.errors import fault
 from moe_flax.checkpoint.hf_config import load_json, read_config, rewrite_config
-from moe_flax.checkpoint.mapping import Index, Parameter, parameter_shapes, read
+from moe_flax.checkpoint.mapping import parameter_shapes
 from moe_flax.checkpoint.modules import parameter_dtype
+from moe_flax.checkpoint.outputs import layer_outputs
 from moe_flax.checkpoint.reader import Reader
 from moe_flax.checkpoint.source import Source, bind
+from moe_flax.checkpoint.streamed import Streamed, restored_tree, save_tree
+from moe_flax.checkpoint.transform import conversion_cast
 from moe_flax.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Output,
@@ -50,7 +49,7 @@ def write_orbax(
     Args:
       path: the directory; absent or empty. It appears when it is complete.
       source: the opened checkpoint.
-      dtype: of the experts' weights; None keeps the stored one.
+      dtype: see `transform.plan`.
       fingerprint: a run with another one is not continued.
       progress: called with the number of bytes written.
     """
@@ -58,25 +57,30 @@ def write_orbax(
     check_target(path)
     work = incomplete(path)
     mark = work / "fingerprint"
+    cast = conversion_cast(source, dtype)
     if not mark.is_file() or mark.read_text() != fingerprint:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         mark.write_text(fingerprint)
     try:
-        for index in source.layers:
-            arrays = {}
+        for index, bound in source.layers.items():
             target = work / "layers" / f"{index:05d}"
-            for name, parameter in source.parameters(index).items():
-                to = parameter_dtype(name, parameter.dtype, dtype)
-                arrays[name] = (parameter, to)
-            if not target.exists():  # Orbax renames a directory when it is complete
-                tree = {name: jax.device_put(read(p, dtype=to)) for name, (p, to) in arrays.items()}
-                with ocp.Checkpointer(_handler()) as checkpointer:
-                    checkpointer.save(target, args=ocp.args.PyTreeSave(tree, _chunks(tree)))
-                del tree
-            progress(sum(int(np.prod(p.shape)) * to.itemsize for p, to in arrays.values()))
+            tree = {
+                name: Streamed(
+                    parameter,
+                    cast.parameter(source, name, bound.bindings[name])
+                    or parameter_dtype(name, parameter.dtype, None),
+                    by_row=name.startswith("experts."),
+                    progress=progress,
+                )
+                for name, parameter in source.parameters(index).items()
+            }
+            if target.exists():  # Orbax renames a directory when it is complete
+                progress(sum(leaf.nbytes for leaf in tree.values()))
+            else:
+                save_tree(target, tree)
         if not (work / "rest").exists():
-            rest = [array_output(n, np.asarray(source.tensors[n])) for n in source.rest]
+            rest = [cast.rest(source, name) for name in source.rest]
             write_checkpoint(work / "rest", rest, {}, progress=progress)
         meta = {
             "hf_config": without_quantization(source.hf_config),
@@ -93,66 +97,6 @@ def write_orbax(
     except Exception:
         shutil.rmtree(work, ignore_errors=True)
         raise
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Plain files, not compressed: weights hardly shrink, and it takes a fraction of the time.
-
-    What it writes any Orbax handler of pytrees restores.
-    """
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-
-
-def _chunks(tree: tp.Mapping[str, np.ndarray]) -> dict[str, ocp.SaveArgs]:
-    """A chunk an expert, so that whoever restores some experts reads no others."""
-    return {
-        name: ocp.SaveArgs(chunk_byte_size=array.nbytes // array.shape[0], shard_axes=(0,))
-        if name.startswith("experts.")
-        else ocp.SaveArgs()
-        for name, array in tree.items()
-    }
-
-
-class _Restored:
-    """A parameter in an Orbax directory, restored when it is read."""
-
-    def __init__(self, layer: "_Layer", name: str, shape: tuple[int, ...], dtype: np.dtype):
-        self.layer, self.name, self.shape, self.dtype = layer, name, shape, dtype
-
-    def read_into(self, out: np.ndarray, index: Index) -> None:
-        out[...] = self.layer.arrays()[self.name][index]
-
-
-class _Layer:
-    """One layer's arrays; the last one restored stays in memory."""
-
-    current: tp.ClassVar[tuple[pathlib.Path, dict[str, np.ndarray]] | None] = None
-
-    def __init__(self, path: pathlib.Path):
-        self.path = path
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        if _Layer.current is None or _Layer.current[0] != self.path:
-            _Layer.current = None
-            with ocp.StandardCheckpointer() as checkpointer:
-                tree = checkpointer.restore(self.path, self.abstract())
-            _Layer.current = (self.path, {n: np.asarray(a) for n, a in tree.items()})
-        return _Layer.current[1]
-
-    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.metadata(self.path).item_metadata
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return {
-            name: jax.ShapeDtypeStruct(meta.shape, meta.dtype, sharding=device)
-            for name, meta in dict(found).items()
-        }
-
-    def parameters(self) -> dict[str, Parameter]:
-        return {
-            name: _Restored(self, name, tuple(meta.shape), np.dtype(meta.dtype))
-            for name, meta in self.abstract().items()
-        }
 
 
 def from_orbax(
@@ -185,7 +129,7 @@ def from_orbax(
         moe = MoEConfig.from_dict(layer["config"])
         wanted = find_form(target, form or (layer["form"] if target is row else None))
         bound = bind(target, wanted, moe, int(number), config.num_layers)
-        parameters = _Layer(root / "layers" / f"{int(number):05d}").parameters()
+        parameters = restored_tree(root / "layers" / f"{int(number):05d}")
         if set(parameters) != set(parameter_shapes(moe)):
             raise fault(f"layer {number} lacks parameters", file=root)
         outputs += layer_outputs(bound, parameters, {})

@@ -183,31 +183,83 @@ class QuantizedTensor:
         values, scales, windows = self.split(rows)
         return values.astype(np.float32) * expand(scales, values.shape, windows, self.name)
 
-    def split(self, rows: slice | None = None) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Values as stored (unpacked), their float32 scales, and the windows on each axis."""
+    def split(
+        self, rows: slice | None = None, *, packed: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Values as stored, their float32 scales, and the windows on each axis.
+
+        Args:
+          rows: of the first axis; all by default.
+          packed: leave floats of four bits two in a byte, as uint8; else they are unpacked.
+        """
         rows = slice(None) if rows is None else rows
         parts = {
-            key: part[rows] if part.ndim and part.shape[0] == self.shape[0] and len(self.shape) > 2
+            role: part[rows] if part.ndim and part.shape[0] == self.shape[0] and len(self.shape) > 2
             else part
-            for key, part in self.parts.items()
+            for role in ("values", "scale", "second") if role in self.parts
+            for part in (self.parts[role],)
         }  # fmt: skip
-        values = _unpack(parts["values"], self.format.coding)
-        scales = _float_scale(parts["scale"])
-        if self.format.swap_down and values.ndim == 3 and _is_down(self.name):
-            scales = scales.swapaxes(1, 2)
-        if scales.size == 1:
-            scales = scales.reshape((1,) * values.ndim)
-        elif scales.ndim < values.ndim:  # one a tensor of a stack, or one a row
-            scales = scales.reshape(scales.shape + (1,) * (values.ndim - scales.ndim))
-        if "second" in parts:
-            second = _second(parts["second"], values.shape, self.name)
-            scales = scales / second if self.format.divide else scales * second
+        values = parts["values"]
+        shape = (*(len(range(*rows.indices(n))) for n in self.shape[:1]), *self.shape[1:])
+        if packed:
+            values = values.view(np.uint8).reshape(*shape[:-1], shape[-1] // 2)
+        else:
+            values = _unpack(values, self.format.coding)
+        scales = self._merge(_float_scale(parts["scale"]), parts.get("second"), shape)
         windows = (*(1,) * (values.ndim - 2), *self.format.window)
         return values, scales, windows
 
+    def _merge(
+        self, scales: np.ndarray, second: np.ndarray | None, shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """float32 scales with as many axes as the values, the second ones in them."""
+        if self._swapped:
+            scales = scales.swapaxes(1, 2)
+        if scales.size == 1:
+            scales = scales.reshape((1,) * len(shape))
+        elif scales.ndim < len(shape):  # one a tensor of a stack, or one a row
+            scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
+        if second is None:
+            return scales
+        second = _second(second, shape, self.name)
+        return scales / second if self.format.divide else scales * second
 
-def _is_down(name: str) -> bool:
-    return name.endswith("down_proj")
+    @property
+    def _swapped(self) -> bool:
+        return self.format.swap_down and len(self.shape) == 3 and self.name.endswith("down_proj")
+
+    def encode_scales(self, merged: np.ndarray) -> np.ndarray:
+        """The stored scales that `split` reads as these; the inverse of its second result.
+
+        Args:
+          merged: float32, with as many axes as the values; experts that share a scale have it
+            each.
+
+        Raises:
+          CheckpointError: the stored dtype, or a scale that experts share, cannot say them.
+        """
+        stored, second = self.parts["scale"], self.parts.get("second")
+        exact = self._merge(_float_scale(stored), second, self.shape)
+        if np.array_equal(np.broadcast_to(exact, merged.shape), merged, equal_nan=True):
+            return stored
+        scales = merged[:1] if exact.shape[0] == 1 else merged
+        if second is not None:
+            other = _second(second, self.shape, self.name)
+            scales = scales * other if self.format.divide else scales / other
+        if scales.size == stored.size:
+            scales = scales.reshape(stored.shape)  # axes that `_merge` swaps or adds have size 1
+            if stored.dtype in (np.uint8, np.dtype(ml_dtypes.float8_e8m0fnu)):
+                exponents = np.clip(np.frexp(scales)[1] + 126, 0, 254).astype(np.uint8)
+                scales = np.where(np.isnan(scales), np.uint8(255), exponents).view(stored.dtype)
+            else:
+                scales = scales.astype(stored.dtype)
+            again = self._merge(_float_scale(scales), second, self.shape)
+            if np.array_equal(np.broadcast_to(again, merged.shape), merged, equal_nan=True):
+                return scales
+        raise fault(
+            f"its scales have changed, and {stored.dtype} of shape {stored.shape} cannot say them",
+            tensor=self.name,
+        )
 
 
 def _second(second: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
@@ -234,6 +286,25 @@ def _unpack(values: np.ndarray, coding: str) -> np.ndarray:
         words = np.ascontiguousarray(values).view(np.uint32)
         nibbles = (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
         return (nibbles.astype(np.int8) - 8).reshape(*words.shape[:-1], -1)
+    return values
+
+
+def pack(values: np.ndarray, coding: str, name: str = "") -> np.ndarray:
+    """Values as they are stored: the inverse of what `QuantizedTensor.split` does to them.
+
+    Raises:
+      CheckpointError: a value that the coding does not have.
+    """
+    if coding in ("fp4", "fp4_blocks"):
+        codes = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+        if not np.array_equal(FP4_VALUES[codes], values.astype(np.float32)):
+            raise fault("holds values that are no floats of four bits", tensor=name)
+        return codes[..., ::2] | codes[..., 1::2] << 4
+    if coding == "int4":
+        if values.min(initial=0) < -8 or values.max(initial=0) > 7:
+            raise fault("holds values beyond -8 to 7", tensor=name)
+        nibbles = (values + 8).astype(np.uint32).reshape(*values.shape[:-1], -1, 8)
+        return np.bitwise_or.reduce(nibbles << np.arange(0, 32, 4, dtype=np.uint32), axis=-1)
     return values
 
 
@@ -365,11 +436,10 @@ def _find(
     extra = [_companion(stem, s) for s in form.ignored]
     extra += [stem.removesuffix("weight") + "input_scale", stem + "_input_scale"]
     extra += [stem.removesuffix("weight") + "input_global_scale"]
+    others = [key for key in dict.fromkeys(extra) if key in tensors]
+    keys |= {f"other{i}": key for i, key in enumerate(others)}
     return QuantizedTensor(
-        name if form.keeps_name else stem,
-        form,
-        _Lazy(tensors, keys),
-        (*keys.values(), *(key for key in extra if key in tensors)),
+        name if form.keeps_name else stem, form, _Lazy(tensors, keys), tuple(keys.values())
     )
 
 

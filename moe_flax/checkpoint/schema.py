@@ -284,6 +284,7 @@ class Family:
       router: RouterConfig arguments, each a constant or a Field.
       activation, shared: see there.
       use_bias: experts have biases.
+      latent: the field for the width between two projections around the routed experts.
       stacks: runs of layers; two for encoder-decoder models, whose layers count on.
       expects: config values that, where present, must be one of these; others have another
         meaning that the family's row does not describe.
@@ -301,6 +302,7 @@ class Family:
     activation: Act = Act()
     shared: Shared | None = None
     use_bias: bool = False
+    latent: Field | None = None
     stacks: tuple[Stack, ...] = (Stack(),)
     expects: tp.Mapping[str, tuple[tp.Any, ...]] = dataclasses.field(default_factory=dict)
     passed: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from moe_flax.checkpoint.mapping import (
     axis_sizes,
     parameter_shapes,
 )
-from moe_flax.checkpoint.quantized import Logical
+from moe_flax.checkpoint.quantized import Logical, QuantizedTensor
 from moe_flax.checkpoint.reader import Reader
 from moe_flax.checkpoint.schema import Entry, Family, Form, Values, lookup
 from moe_flax.config import MoEConfig
@@ -130,6 +130,16 @@ class Source:
         """The parameters of a layer, by name, read when asked."""
         layer = self.layer(index)
         return {name: StoredParameter(b, self.tensors) for name, b in layer.bindings.items()}
+
+    @property
+    def quantized(self) -> tp.Mapping[str, QuantizedTensor]:
+        """Those of its tensors that are stored quantized."""
+        return self.tensors.quantized if isinstance(self.tensors, Logical) else {}
+
+    @property
+    def stored(self) -> Tensors:
+        """The tensors as they are stored."""
+        return self.tensors.stored if isinstance(self.tensors, Logical) else self.tensors
 
     def check_head(self) -> None:
         """Raises a CheckpointError where a whole language model has lost its head.

@@ -11,18 +11,18 @@ import typing as tp
 import numpy as np
 
 from moe_flax.checkpoint import families
-from moe_flax.checkpoint.convert import find_form, layer_outputs, without_quantization
+from moe_flax.checkpoint.convert import find_form, without_quantization
 from moe_flax.checkpoint.encode import SCHEMES, quantize, scale_shape
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.hf_config import rewrite_config
+from moe_flax.checkpoint.hf_config import float_dtype, rewrite_config
 from moe_flax.checkpoint.layouts import PARAMETER_AXES
 from moe_flax.checkpoint.mapping import Index, Parameter
-from moe_flax.checkpoint.reader import DTYPES, INDEX_NAME
+from moe_flax.checkpoint.outputs import Cast, layer_outputs
+from moe_flax.checkpoint.reader import INDEX_NAME
 from moe_flax.checkpoint.source import Layer, Source, bind
 from moe_flax.checkpoint.writer import DEFAULT_SHARD_BYTES, Output, write_checkpoint
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
-_FLOATS = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))
 
 
 class _Cast:
@@ -132,8 +132,9 @@ def plan(
       source: the checkpoint to read.
       family: the model type to write; by default its own.
       form: the on-disk form; by default each layer's own, or the family's first.
-      dtype: of the experts' weights and of other matrices; None keeps theirs. Router weights,
-        correction biases and vectors keep theirs always.
+      dtype: of the experts' weights and of other matrices; None keeps theirs, and gives
+        quantized ones the dtype that config.json names, else bfloat16. Router weights, correction
+        biases and vectors keep theirs always.
       scheme: quantize the experts' matrices, see `encode.SCHEMES`; a form that stores one tensor
         an expert and projection.
 
@@ -145,7 +146,7 @@ def plan(
     same = row is source.family
     if scheme is not None and scheme not in SCHEMES:
         raise fault(f"quantization scheme {scheme!r} is not known; known: {sorted(SCHEMES)}")
-    to = None if dtype is None else np.dtype(dtype)
+    cast = conversion_cast(source, dtype)
     layers: dict[int, Layer] = {}
     outputs: list[Output] = []
     errors: dict[int, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
@@ -155,23 +156,25 @@ def plan(
             wanted = find_form(row, form)
             origin = bound if same else None
             target = bind(row, wanted, bound.config, index, source.config.num_layers, origin)
-        parameters = {
-            name: _Cast(parameter, to) if to and not name.startswith("router.") else parameter
-            for name, parameter in source.parameters(index).items()
-        }
+        parameters: dict[str, Parameter] = {}
+        for name, parameter in source.parameters(index).items():
+            to = cast.parameter(source, name, bound.bindings[name])
+            if scheme is not None and dtype is None:  # from one quantization to another: exact
+                to = None if name in ("experts.wi", "experts.wo") else to
+            parameters[name] = parameter if to is None else _Cast(parameter, to)
         layers[index] = target
         written = layer_outputs(target, parameters, {})
         if scheme is not None:
             written = _quantized(target, written, scheme, errors[index])
         outputs += written
     for name in source.rest:
-        outputs.append(_rest_output(source, name, to))
+        outputs.append(cast.rest(source, name))
     hf_config = without_quantization(source.hf_config)
     if not same:
         hf_config = rewrite_config(row, source.config, source.hf_config)
     if scheme is not None:
         hf_config = {**hf_config, "quantization_config": dict(SCHEMES[scheme].config)}
-    options = {"family": row.name, "form": form, "dtype": str(to), "scheme": scheme}
+    options = {"family": row.name, "form": form, "dtype": str(cast), "scheme": scheme}
     return Plan(
         source,
         layers,
@@ -183,16 +186,10 @@ def plan(
     )
 
 
-def _rest_output(source: Source, name: str, to: np.dtype | None) -> Output:
-    tensor = source.tensors[name]
-    dtype = np.dtype(tensor.dtype)
-    if to is not None and dtype in _FLOATS and len(tensor.shape) > 1:
-        dtype = to
-
-    def chunks() -> list[np.ndarray]:
-        return [np.asarray(source.tensors[name]).astype(dtype, copy=False)]
-
-    return Output(name, dtype, tuple(tensor.shape), chunks)
+def conversion_cast(source: Source, dtype: tp.Any) -> Cast:
+    """The dtypes of a conversion, see `plan`."""
+    to = None if dtype is None else np.dtype(dtype)
+    return Cast(to, float_dtype(source.hf_config))
 
 
 def _quantized(layer: Layer, outputs: list[Output], scheme: str, error: np.ndarray) -> list[Output]:

@@ -5,7 +5,7 @@ import typing as tp
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from moe_flax.routing import Routing
 
@@ -13,12 +13,17 @@ from moe_flax.routing import Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """The experts a device holds: [E_local, J, D, F] and [E_local, F, D], biases optional."""
+    """The experts a device holds: [E_local, J, D, F] and [E_local, F, D], biases optional.
 
-    wi: Float[Array, "E J D F"]
-    wo: Float[Array, "E F D"]
+    Quantised ones have scales, and may lie transposed; all of them begin with E_local.
+    """
+
+    wi: Shaped[Array, "E J D F"]
+    wo: Shaped[Array, "E F D"]
     wi_bias: Float[Array, "E J F"] | None = None
     wo_bias: Float[Array, "E D"] | None = None
+    wi_scale: Shaped[Array, "E ..."] | None = None
+    wo_scale: Shaped[Array, "E ..."] | None = None
 
 
 class FeedForward(tp.Protocol):

@@ -50,7 +50,11 @@ class Fused:
 
 
 def choose_fused(
-    wanted: str | Fused, axes: MeshAxes | None, dtype: jax.typing.DTypeLike
+    wanted: str | Fused,
+    axes: MeshAxes | None,
+    dtype: jax.typing.DTypeLike,
+    *,
+    transposed: bool = False,
 ) -> str | Fused:
     """Settles whether a layer takes the fused kernel: on a TPU mesh that splits experts and tokens.
 
@@ -58,13 +62,15 @@ def choose_fused(
       wanted: the layer's ``expert_parallel``.
       axes: the mesh and the use of its axes, or None.
       dtype: of the computation.
+      transposed: whether the weights lie transposed, which the kernel does not read.
 
     Returns:
       ``Fused`` for a chip, or ``wanted``, the name of another strategy or "auto".
 
     Raises:
-      ValueError: the kernel was asked for and the mesh's devices are no TPUs, or the caller's own
-        ``shard_map`` checks varying types, which Pallas' lowering for TPU does not know.
+      ValueError: the kernel was asked for and the mesh's devices are no TPUs, the weights lie
+        transposed, or the caller's own ``shard_map`` checks varying types, which Pallas' lowering
+        for TPU does not know.
       TypeError: the kernel was asked for and the dtype is not float32 or bfloat16.
     """
     options = Fused() if wanted in ("auto", "fused") else wanted
@@ -80,6 +86,13 @@ def choose_fused(
                 f"expert_parallel {wanted!r} runs on TPUs, and the platform is {platform!r};"
                 " expert_parallel='auto' takes what runs there, and"
                 " moe_flax.parallel.Fused(interpret=True) interprets the kernel"
+            )
+        return "auto"
+    if transposed:
+        if asked:
+            raise ValueError(
+                f"expert_parallel {wanted!r} reads wi [E, J, D, F] and wo [E, F, D], and this"
+                " layer's lie transposed: load it with transposed=False"
             )
         return "auto"
     if jnp.dtype(dtype).name not in _DTYPES:
@@ -132,6 +145,8 @@ def _fused(
         routing,
         axes=axes,
         activation=activation,
+        wi_scale=weights.wi_scale,
+        wo_scale=weights.wo_scale,
         wi_bias=weights.wi_bias,
         wo_bias=weights.wo_bias,
         block_sizes=options.block_sizes,

@@ -10,19 +10,23 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from moe_flax.sharding import LOGICAL_AXES, MeshAxes, reshard
+from moe_flax.sharding import LogicalAxes, MeshAxes, logical_axes, reshard
 
-Parameters: tp.TypeAlias = dict[str, jax.Array]  # by the names of LOGICAL_AXES
+Parameters: tp.TypeAlias = dict[str, jax.Array]  # by the names of `sharding.LOGICAL_AXES`
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceAxes:
-    """The manual mesh axes, on one device, that split E, D and F of what it holds, and tokens."""
+    """The manual mesh axes, on one device, that split E, D and F of what it holds, and tokens.
+
+    ``logical`` is that of `MeshAxes`.
+    """
 
     expert: tuple[str, ...] = ()
     embed: tuple[str, ...] = ()
     mlp: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
+    logical: LogicalAxes = ()
 
 
 class DeviceLayer(tp.Protocol):
@@ -79,6 +83,7 @@ def over_mesh(
         embed=inside.embed + outside.embed,
         mlp=inside.mlp + outside.mlp,
         tokens=inside.tokens + outside.tokens,
+        logical=axes.logical,
     )
     num_tokens = math.prod(inputs.shape[:-1]) * axes.size(inside.tokens)
     if manual >= set(axes.mesh.axis_names):  # on one device already
@@ -164,8 +169,10 @@ def gather_embed(name: str, parameter: jax.Array, axes: DeviceAxes) -> jax.Array
 
     The result varies over those devices only where the tokens do.
     """
-    logical = LOGICAL_AXES[name]
-    if not axes.embed or "embed" not in logical:
+    if not axes.embed:
+        return parameter
+    logical = logical_axes(name, axes.logical)
+    if "embed" not in logical:
         return parameter
     dimension = logical.index("embed")
     if set(axes.embed) <= set(axes.tokens):
@@ -194,7 +201,7 @@ def _manual_axes(
 
     def split(name: str, logical: tp.Literal["expert", "embed", "mlp"]) -> tuple[str, ...]:
         names = tuple(axis for axis in getattr(axes, logical) if axis in manual)
-        dimension = LOGICAL_AXES[name].index(logical)
+        dimension = logical_axes(name, axes.logical).index(logical)
         whole, here = shapes[name][dimension], parameters[name].shape[dimension]
         if here == whole:
             return ()

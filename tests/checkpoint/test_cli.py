@@ -12,12 +12,14 @@ import time
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from golden import FIXTURES, config_of, fixture, relative_error, tensors_of, write
 
 from moe_flax.checkpoint.encode import SCHEMES, quantize
 from moe_flax.checkpoint.errors import CheckpointError
 from moe_flax.checkpoint.mapping import read
+from moe_flax.checkpoint.reader import Reader
 from moe_flax.checkpoint.source import open_source
 from moe_flax.cli import main
 
@@ -287,3 +289,70 @@ def test_killed_conversion_is_continued(tmp_path):
     assert main(arguments) == 0
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "m" / path.name).read_bytes()
+
+
+def quantized_source(tmp_path, **changed):
+    """deepseek_v3-plain with experts and one attention matrix in fp8; and what those decode to."""
+    tensors, config = fixture("deepseek_v3-plain")
+    found, exact = {}, {}
+    for name, value in tensors.items():
+        found[name] = value
+        if ".experts." in name or ".shared_experts." in name or name.endswith("o_proj.weight"):
+            scale = np.full((1, 1), 0.01037, np.float32)
+            found[name] = (value / scale).astype(ml_dtypes.float8_e4m3fn)
+            found[name + "_scale_inv"] = scale
+            exact[name] = found[name].astype(np.float32) * scale
+    config = {**config, **changed, "quantization_config": SCHEMES["fp8_block"].config}
+    return write(tmp_path / "source", found, config), exact
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "wanted"),
+    [
+        ({"torch_dtype": None, "dtype": None}, [], "bfloat16"),
+        ({"dtype": "float16"}, [], "float16"),
+        ({"dtype": None, "torch_dtype": "float32"}, [], "float32"),
+        ({"dtype": "bfloat16"}, ["--dtype", "float32"], "float32"),
+    ],
+)
+def test_what_was_quantized_gets_the_models_dtype(tmp_path, changed, options, wanted):
+    source, exact = quantized_source(tmp_path, **changed)
+    assert len(exact) > 36
+    assert main(["convert", str(source), str(tmp_path / "m"), *options]) == 0
+    assert "quantization_config" not in config_of(tmp_path / "m")
+    before, after = Reader(source), Reader(tmp_path / "m")
+    assert set(after) == {name for name in before if not name.endswith("_scale_inv")}
+    for name, value in after.items():
+        expected = exact[name].astype(wanted) if name in exact else before[name]
+        assert value.dtype == expected.dtype, name
+        np.testing.assert_array_equal(value, expected)
+    assert after["model.layers.1.mlp.gate.weight"].dtype == np.float32
+    assert after["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == np.float32
+
+
+def test_orbax_gets_the_models_dtype_too(tmp_path):
+    source, exact = quantized_source(tmp_path, dtype="bfloat16")
+    assert main(["convert", str(source), str(tmp_path / "o"), "--to", "orbax"]) == 0
+    with ocp.StandardCheckpointer() as checkpointer:
+        layer = checkpointer.restore(tmp_path / "o" / "layers" / "00001")
+    for name, value in layer.items():
+        assert value.dtype == (np.float32 if name.startswith("router.") else ml_dtypes.bfloat16)
+    up = exact["model.layers.1.mlp.experts.11.up_proj.weight"]
+    np.testing.assert_array_equal(layer["experts.wi"][11, 1].T, up.astype(ml_dtypes.bfloat16))
+    rest = Reader(tmp_path / "o" / "rest")
+    for name in rest:
+        assert rest[name].dtype == (ml_dtypes.bfloat16 if name in exact else np.float32)
+
+
+def test_quantizing_anew_is_from_exact_values(tmp_path):
+    source, exact = quantized_source(tmp_path, dtype="bfloat16")
+    target = tmp_path / "m"
+    assert main(["convert", str(source), str(target), "--quantize", "int8_channel"]) == 0
+    found = Reader(target)
+    for name, value in exact.items():
+        if ".experts." in name:
+            values, scales = quantize(value, "int8_channel")
+            np.testing.assert_array_equal(found[name], values)
+            np.testing.assert_array_equal(found[name + "_scale"], scales)
+        else:
+            assert found[name].dtype == ml_dtypes.bfloat16

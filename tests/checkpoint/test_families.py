@@ -2,9 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
-from golden import FAMILIES, FIXTURES, config_of
+from golden import (
+    FAMILIES,
+    FIXTURES,
+    config_of,
+    fixture,
+    golden_of,
+    relative_error,
+    tensors_of,
+    write,
+)
 
+from moe_flax import checkpoint, route
 from moe_flax import config as moe_config
 from moe_flax.checkpoint import families
 from moe_flax.checkpoint.errors import CheckpointError
@@ -107,13 +118,17 @@ def test_a_scale_that_is_no_number(value):
         MoEConfig.from_hf(config_of(FIXTURES / "qwen3_moe-plain") | {"norm_topk_prob": "yes"})
 
 
-def test_capacity_that_nllb_would_apply_in_evaluation():
+def test_capacities_of_switch_and_nllb():
     values = config_of(FIXTURES / "nllb_moe-plain")
-    assert MoEConfig.from_hf(
-        {**values, "moe_eval_capacity_token_fraction": 1.0, "expert_capacity": 64}
-    )
-    with pytest.raises(CheckpointError, match=r"moe_eval_capacity_token_fraction=0\.5"):
-        MoEConfig.from_hf({**values, "moe_eval_capacity_token_fraction": 0.5})
+    router = MoEConfig.from_hf({**values, "moe_eval_capacity_token_fraction": 0.5}).router
+    assert (router.capacity_fraction, router.capacity_scope) == (0.5, "batch")
+    assert router.capacity_renormalize
+    assert MoEConfig.from_hf(values).router.capacity_fraction == 1
+    with pytest.raises(CheckpointError, match="capacity_fraction must be positive"):
+        MoEConfig.from_hf({**values, "moe_eval_capacity_token_fraction": -1.0})
+    values = config_of(FIXTURES / "switch_transformers-plain")
+    router = MoEConfig.from_hf({**values, "expert_capacity": 3}).router
+    assert (router.expert_capacity, router.capacity_scope) == (3, "sequence")
 
 
 def test_layers_by_step_and_exception():
@@ -152,3 +167,81 @@ def test_every_row_is_sound():
                 assert wanted - named - {"1"} <= {"E"}, (family.name, entry)
                 assert named - wanted <= {"1"}, (family.name, entry)
                 assert ("{J}" in (entry.key or "")) == bool(entry.branches), (family.name, entry)
+
+
+def test_nemotron_h_with_latent_experts(tmp_path):
+    """The router and the shared expert see the model's width, the routed ones the latent one."""
+    tensors, config = fixture("nemotron_h-plain")
+    latent, width = 6, config["hidden_size"]
+    rng = np.random.default_rng(0)
+    found = {}
+    for name, value in tensors.items():
+        found[name] = value
+        if ".experts." in name:
+            value = value[:, :latent] if "up_proj" in name else value[:latent]
+            found[name] = np.ascontiguousarray(value)
+        if name.endswith("mixer.gate.weight"):
+            block = name.removesuffix("gate.weight")
+            for part, shape in (("fc1", (latent, width)), ("fc2", (width, latent))):
+                matrix = rng.normal(size=shape).astype(np.float32)
+                found[f"{block}{part}_latent_proj.weight"] = matrix
+    config = {**config, "moe_latent_size": latent}
+    source = write(tmp_path / "source", found, config)
+    model = checkpoint.load(source)
+    index, layer = next(iter(model.layers.items()))
+    assert model.config.latent_features == latent
+    x = rng.normal(size=(7, width)).astype(np.float32)
+    block = f"backbone.layers.{index}.mixer."
+    routing = route(
+        layer.router(x),
+        layer.config.router,
+        layer.config.num_experts_per_token,
+        correction_bias=layer.router.correction_bias[...],
+    )
+    expected = np.zeros_like(x)
+    seen = x @ found[block + "fc1_latent_proj.weight"].T
+    for t in range(len(x)):
+        for e, weight in zip(routing.expert_ids[t], routing.weights[t], strict=True):
+            part = np.maximum(found[f"{block}experts.{e}.up_proj.weight"] @ seen[t], 0) ** 2
+            part = found[f"{block}experts.{e}.down_proj.weight"] @ part
+            expected[t] += float(weight) * (found[block + "fc2_latent_proj.weight"] @ part)
+    hidden = np.maximum(x @ found[block + "shared_experts.up_proj.weight"].T, 0) ** 2
+    expected += hidden @ found[block + "shared_experts.down_proj.weight"].T
+    assert relative_error(layer(x), expected) < 1e-5
+    checkpoint.save(tmp_path / "saved", model)
+    saved = tensors_of(tmp_path / "saved")
+    assert set(saved) == set(found)
+    for name, value in found.items():
+        np.testing.assert_array_equal(saved[name], value)
+    assert config_of(tmp_path / "saved") == config
+
+
+def test_qwen3_omnis_thinker(tmp_path):
+    """A Qwen3-MoE under ``thinker.``; the talker's experts, of other sizes, are passed on."""
+    tensors, config = fixture("qwen3_moe-plain")
+    names = {name: f"thinker.{name}" for name in tensors}
+    found = {names[name]: value for name, value in tensors.items()}
+    talker = "talker.model.layers.0.mlp.experts.0.up_proj.weight"
+    found[talker] = np.ones((3, 5), np.float32)
+    text = {key: value for key, value in config.items() if key != "architectures"}
+    config = {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": {
+            "model_type": "qwen3_omni_moe_thinker",
+            "text_config": {**text, "model_type": "qwen3_omni_moe_text"},
+        },
+        "talker_config": {"model_type": "qwen3_omni_moe_talker"},
+    }
+    model = checkpoint.load(write(tmp_path / "source", found, config))
+    inputs, outputs = golden_of(FIXTURES / "qwen3_moe-plain")
+    assert set(model.layers) == set(outputs)
+    index = max(outputs)
+    assert relative_error(model.layers[index](inputs), outputs[index]) < 1e-5
+    assert talker in model.rest
+    checkpoint.save(tmp_path / "saved", model)
+    assert set(tensors_of(tmp_path / "saved")) == set(found)
+    assert config_of(tmp_path / "saved") == config
+    assert MoEConfig.from_hf(config).family == "qwen3_omni_moe"
+    del text["norm_topk_prob"]
+    config["thinker_config"]["text_config"] = {**text, "model_type": "qwen3_omni_moe_text"}
+    assert MoEConfig.from_hf(config).router.renormalize

@@ -113,10 +113,12 @@ def test_twenty_runs_give_the_same_bits(name):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_a_nan_token_spoils_its_own_output():
-    case = CASES["long groups"]
+@pytest.mark.parametrize("name", ["long groups", "no gate", "hopper kernel, half tiles"])
+def test_a_nan_token_spoils_its_own_output(name):
+    case = CASES[name]
     (x, wi, wo, weights, *_), ids, _, _ = operands(case)
-    run = jax.jit(lambda x: expert_ffn(x, wi, wo, moe_flax.Routing(ids, weights), backend="triton"))
+    routing = moe_flax.Routing(ids, weights)
+    run = jax.jit(lambda x: expert_ffn(x, wi, wo, routing, activation=case[5], backend="triton"))
     clean, spoilt = (
         np.asarray(run(x), np.float32),
         np.asarray(run(x.at[5].set(jnp.nan)), np.float32),

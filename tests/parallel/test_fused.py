@@ -14,6 +14,7 @@ from test_mesh import BIASES, assert_close, expected, inputs, make_layer, set_bi
 from moe_flax import MoE, RouterConfig
 from moe_flax.kernels.fused_ep import BlockSizes
 from moe_flax.parallel import Fused, choose_fused
+from moe_flax.quantize import quantize_channels
 from moe_flax.sharding import resolve_axes
 
 INTERPRETED = Fused(interpret=True)
@@ -196,3 +197,25 @@ def test_refusals():
     assert_close(make_layer(expert_parallel="fused")(x), make_layer()(x))  # on one device: none
     with pytest.raises(ValueError, match=r"method must be one of .*got 'magic'"):
         Fused(method="magic")
+
+
+@pytest.mark.interpret
+def test_quantised_experts_equal_all_gather():
+    """int8 an output channel, the way that the kernel reads: the contraction before it."""
+    x, found = inputs(2, 4, 16), []
+    for strategy in (INTERPRETED, "all_gather"):
+        layer = make_layer(expert_parallel=strategy)
+        held = [quantize_channels(w[...], axis=-2) for w in (layer.experts.wi, layer.experts.wo)]
+        (wi, wi_scale), (wo, wo_scale) = held
+        layer.experts.hold_quantized(wi, wo, wi_scale, wo_scale)
+        with jax.set_mesh(make_mesh(expert=2)):
+            found.append(nnx.jit(lambda m, x: m(x))(layer, x))
+    assert jnp.linalg.norm(found[0] - found[1]) < 1e-5 * jnp.linalg.norm(found[1])
+
+
+def test_transposed_weights_take_another_strategy():
+    axes = resolve_axes(tpu_mesh(expert=8))
+    assert choose_fused("auto", axes, jnp.bfloat16, transposed=True) == "auto"
+    assert isinstance(choose_fused("auto", axes, jnp.bfloat16), Fused)
+    with pytest.raises(ValueError, match="load it with transposed=False"):
+        choose_fused("fused", axes, jnp.bfloat16, transposed=True)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_flax.kernels.backend import resolve_backend
 from moe_flax.kernels.batching import one_by_one
+from moe_flax.kernels.grouped_matmul.scaled import check_scales, scale_product, scaled_product
 from moe_flax.varying import align_varying
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -40,6 +41,8 @@ class Backend(tp.Protocol):
 
     A module may also define ``expert_ffn`` with the operands of `moe_flax.experts.expert_ffn`
     (checked, ``activation`` resolved, without ``backend``): the whole FFN, gradients included.
+    And ``scaled_product``, the product of float8 rows: the operands of `scaled.scale_product` but
+    its first.
     """
 
     def grouped_product(
@@ -91,6 +94,16 @@ class _Call:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self.precision)
 
+    def scaled(self, lhs, rhs, group_sizes, lhs_scale, rhs_scale) -> jax.Array:
+        """The product of float8 rows; see `scaled.scaled_product`."""
+        backend = load_backend(self.backend)
+        own = getattr(backend, "scaled_product", None)
+        run = own or functools.partial(scale_product, backend.grouped_product)
+        with self.matmul_precision():
+            return run(
+                lhs, rhs, group_sizes, lhs_scale, rhs_scale, self.transpose_rhs, self.out_dtype
+            )
+
 
 def grouped_matmul(
     lhs: Float[Array, "M K"] | Float[Array, "M J K"],
@@ -98,6 +111,8 @@ def grouped_matmul(
     group_sizes: Int[Array, " G"],
     *,
     transpose_rhs: bool = False,
+    lhs_scale: Float[Array, "M 1"] | None = None,
+    rhs_scale: Float[Array, "..."] | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     backend: str = "auto",
@@ -112,14 +127,23 @@ def grouped_matmul(
     With four axes ``rhs`` holds J matrices a group: they share an ``lhs`` of two axes and give
     [M, J, N] (gate and up of a gated FFN), or meet an ``lhs`` [M, J, K] and are summed: [M, N].
 
+    With scales the operands are float8_e4m3fn (`moe_flax.quantize.quantize_rows`) and the product
+    is that of ``lhs * lhs_scale`` and ``rhs * rhs_scale``, forward only. NVIDIA GPUs from compute
+    capability 8.9 multiply float8 as it is where ``transpose_rhs``. Hopper's tensor cores sum in
+    fewer bits than float32 has: a relative error of 1.5e-3 at K = 5120, below that of a bfloat16
+    result. Elsewhere the values are multiplied as bfloat16, which holds them exactly.
+
     Args:
       lhs: rows sorted by group, [M, K] or [M, J, K].
       rhs: one matrix a group, [G, K, N] or [G, J, K, N]; the last two axes swapped where
         ``transpose_rhs``.
       group_sizes: rows of each group, [G], any integer dtype; at most M in all.
       transpose_rhs: the matrices are stored [.., N, K].
-      preferred_element_type: dtype of the result; None is the operands' own. Products are summed
-        in float32 (float64 for float64) whatever it is.
+      lhs_scale: [M, 1] float32, where lhs is float8_e4m3fn.
+      rhs_scale: one a column of the product, float32: [G, (J,) 1, N], or [G, (J,) N, 1] where
+        ``transpose_rhs``.
+      preferred_element_type: dtype of the result; None is the operands' own, bfloat16 for float8.
+        Products are summed in float32 (float64 for float64) whatever it is.
       precision: as in ``jax.numpy.matmul``, for float32 on chips that would round it.
       backend: "auto", "reference", "cpu", "triton", "tpu" or "xla"; see `resolve_backend`.
 
@@ -131,21 +155,32 @@ def grouped_matmul(
       TypeError: operands or sizes of another dtype than those allowed.
     """
     lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-    dtype = _check(lhs, rhs, group_sizes, transpose_rhs)
+    scaled = lhs_scale is not None or rhs_scale is not None
+    if scaled:
+        check_scales(lhs, rhs, lhs_scale, rhs_scale, transpose_rhs)
+    dtype = _check(lhs, rhs, group_sizes, transpose_rhs, ("float8_e4m3fn",) if scaled else _DTYPES)
+    dtype = jnp.dtype(jnp.bfloat16) if scaled else dtype
     out_dtype = jnp.dtype(dtype if preferred_element_type is None else preferred_element_type)
     if out_dtype.name not in _DTYPES:
         raise TypeError(f"preferred_element_type must be one of {_DTYPES}, got {out_dtype.name}")
     call = _Call(resolve_backend(backend), transpose_rhs, out_dtype, _precision_name(precision))
     load_backend(call.backend)
+    if lhs_scale is not None and rhs_scale is not None:
+        scales = (lhs_scale.astype(jnp.float32), rhs_scale.astype(jnp.float32))
+        operands = align_varying(lhs, rhs, group_sizes.astype(jnp.int32), *scales)
+        return scaled_product(call, *operands)
     operands = align_varying(lhs.astype(dtype), rhs.astype(dtype), group_sizes.astype(jnp.int32))
     return _product(call, *operands)
 
 
-def _check(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, transpose_rhs: bool) -> tp.Any:
+def _check(lhs, rhs, group_sizes, transpose_rhs: bool, dtypes: tuple[str, ...]) -> tp.Any:
     """Raises where the operands do not fit; returns their common dtype."""
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if jnp.dtype(operand.dtype).name not in _DTYPES:
-            raise TypeError(f"{name} must have a dtype of {_DTYPES}, got {operand.dtype}")
+        if jnp.dtype(operand.dtype).name not in dtypes:
+            raise TypeError(
+                f"{name} must have a dtype of {dtypes}, got {operand.dtype}; float8_e4m3fn needs"
+                " lhs_scale and rhs_scale"
+            )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must have an integer dtype, got {group_sizes.dtype}")
     shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"

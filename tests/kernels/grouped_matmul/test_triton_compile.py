@@ -19,6 +19,16 @@ ROOT = pathlib.Path(__file__).parents[3]
 LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 
 
+# Cases whose loads may spill: element by element.
+ELEMENTWISE = (
+    "float32",
+    "odd widths",
+    "float8, odd widths",
+    "a branch off 16 bytes",
+    "blocks, odd widths",
+)
+
+
 @pytest.mark.triton
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("capability", LIMIT)
@@ -41,23 +51,32 @@ def test_kernels_compile_within_the_chips_limits(capability, tmp_path):
         assert row["shared"] <= LIMIT[capability], row
         assert row["threads_launched"] == row["threads"], row
     for row in products:
-        if row["case"] not in (
-            "float32",
-            "odd widths",
-            "blocks, odd widths",
-        ):  # element-wise loads may spill there
+        if row["case"] not in ELEMENTWISE:
             assert row["spills"] == 0, row
             assert not row["serialised"], row
     specialised = {r["case"] for r in rows if r["kernel"] == "specialised_product_kernel"}
     if capability == 90:
         long = [r for r in products if r["case"] == "long groups"]
         assert all(r["wgmma"] and r["wgmma_in_flight"] and r["tma_loads"] for r in long)
+        plain = {"long groups", "short hidden axis", "groups of about 64"}
+        assert specialised == plain | {"float8, short hidden axis"}
+        contracted = {r["case"] for r in rows if r["kernel"] == "specialised_contraction_kernel"}
+        assert contracted == {"long groups", "no gate"}
         by_hand = {r["case"] for r in kept if r["kernel"] == "kept_hopper_kernel"}
         assert by_hand == {r["case"] for r in kept} - {"blocks, odd widths"}
         assert all(r["wgmma"] for r in kept)
-        assert specialised == {"long groups", "short hidden axis", "groups of about 64"}
     else:
         assert not specialised
+    float8 = [r for r in products if r["case"].startswith("float8")]
+    assert bool(float8) == (capability >= 89)
+    if capability == 90:
+        for row in (r for r in float8 if r["case"] in ("float8", "float8, activation apart")):
+            assert row["float8_products"] == row["wgmma"] > 0, row
+            assert min(row["wgmma_in_flight"], row["tma_loads"]) > 0, row
+    if capability == 100:
+        assert all(r["tcgen05"] for r in float8 if "about" not in r["case"])
+    off = [r for r in products if r["case"] == "a branch off 16 bytes"]
+    assert not any(r["tma_loads"] for r in off if "contraction" in r["kernel"])
     if capability == 80:
         assert all(r["mma"] and not r["tma_loads"] for r in products)
 

@@ -26,10 +26,10 @@ def run(case: str) -> list[float]:
 
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", ["gated", "clamped", "no gate", "batched"])
-def test_ffn_and_gradients(case):
+@pytest.mark.parametrize("case", ["gated", "clamped", "no gate", "batched", "float8", "sorting"])
+def test_numbers(case):
     errors = run(case)
-    assert len(errors) in (5, 7)
+    assert len(errors) in (5, 7, 13, 16)
     assert max(errors) < 2e-6
 
 

@@ -10,7 +10,23 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import inspect
 
 import jax
+import ml_dtypes
 import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_convert = interpreter._convert_float
+
+
+def _round_float8(values, source, target, rounding):
+    """The interpreter's conversion, where float8 is meant one that carries into the exponent."""
+    if (source, target) != (tl.float32, tl.float8e4nv):
+        return _convert(values, source, target, rounding)
+    bounded = np.clip(values, -448, 448)  # as the chips do
+    return bounded.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+interpreter._convert_float = _round_float8
 
 
 class _Storage:

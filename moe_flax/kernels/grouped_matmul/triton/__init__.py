@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moe_flax.kernels.grouped_matmul import xla
+from moe_flax.kernels.grouped_matmul.scaled import scale_product
 from moe_flax.quantize import dequantize
 
 _KERNEL_DTYPES = ("bfloat16", "float16", "float32")
@@ -47,6 +48,34 @@ def grouped_product(
         out_dtype=preferred_element_type,
     )  # fmt: skip
     return out if branched else out.reshape(rows, n)
+
+
+def scaled_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    transpose_rhs: bool,
+    preferred_element_type: DTypeLike,
+) -> jax.Array:
+    """See `moe_flax.kernels.grouped_matmul.scaled.scale_product`."""
+    from moe_flax.kernels.grouped_matmul.triton import calls, configs, launch, sorting
+
+    rows, groups = lhs.shape[0], rhs.shape[0]
+    if not (transpose_rhs and launch.chip().float8) or 0 in (rows, *rhs.shape):
+        return scale_product(
+            grouped_product, lhs, rhs, group_sizes, lhs_scale, rhs_scale, transpose_rhs,
+            preferred_element_type,
+        )  # fmt: skip
+    n, k = rhs.shape[-2:]
+    tiles = configs.float8_tiles(launch.chip(), rows, groups, k, n)
+    plan = sorting.make_plan(group_sizes, rows, tiles.rows, tail=True)
+    out = calls.product(
+        lhs, _matrices(rhs), plan, rows, tiles=tiles, transposed=True,
+        out_dtype=preferred_element_type, scales=(lhs_scale, rhs_scale),
+    )  # fmt: skip
+    return out if rhs.ndim == 4 else out.reshape(rows, n)
 
 
 def row_contraction(
@@ -121,3 +150,19 @@ def expert_ffn(
     if routing.apply_to == "input":
         y = y.reshape(-1, top_k, tokens.shape[1]).astype(jnp.float32).sum(1)
     return y.astype(tokens.dtype)
+
+
+def expert_ffn_float8(tokens, wi, wo, routing, **options) -> jax.Array:
+    """The routed half with float8 activations; see `moe_flax.experts_float8.float8_ffn`.
+
+    GPUs that have no float8 products multiply the values as bfloat16.
+    """
+    from moe_flax.kernels.grouped_matmul.triton import ffn_float8, launch
+
+    if not launch.chip().float8:
+        from moe_flax.experts_float8 import sorted_float8_ffn
+
+        return sorted_float8_ffn(
+            tokens, wi, wo, routing, **options, precision=None, backend="triton"
+        )
+    return ffn_float8.expert_ffn(tokens, wi, wo, routing, **options)

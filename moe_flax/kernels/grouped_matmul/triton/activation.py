@@ -13,6 +13,16 @@ def _tanh(x):
 
 
 @triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _function(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr):
     if FUNCTION == "silu":
         return x * tl.sigmoid(ALPHA * x)
@@ -21,10 +31,10 @@ def _function(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr):
     elif FUNCTION == "gelu_tanh":
         return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif FUNCTION == "relu":
-        return tl.maximum(x, 0.0)
+        return _larger(x, 0.0)
     else:
         tl.static_assert(FUNCTION == "relu2")
-        y = tl.maximum(x, 0.0)
+        y = _larger(x, 0.0)
         return y * y
 
 
@@ -44,7 +54,7 @@ def _derivative(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr):
         return tl.where(x > 0.0, 1.0, 0.0)
     else:
         tl.static_assert(FUNCTION == "relu2")
-        return 2.0 * tl.maximum(x, 0.0)
+        return 2.0 * _larger(x, 0.0)
 
 
 @triton.jit
@@ -60,13 +70,13 @@ def activate(
 ):
     """``moe_flax.Activation`` of a gate (or, ungated, the one branch) and an up branch."""
     if LIMIT is not None and BEFORE:
-        first = tl.minimum(first, LIMIT)
+        first = _smaller(first, LIMIT)
     y = _function(first, FUNCTION, ALPHA)
     if LIMIT is not None and not BEFORE:
-        y = tl.minimum(y, LIMIT)
+        y = _smaller(y, LIMIT)
     if GATED:
         if LIMIT is not None:
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            up = _smaller(_larger(up, -LIMIT), LIMIT)
         y = y * (up + UP_OFFSET)
     return y
 
@@ -86,7 +96,7 @@ def activate_grad(
     """Gradients by the first and the up branch for a gradient by `activate`'s result."""
     x = first
     if LIMIT is not None and BEFORE:
-        x = tl.minimum(first, LIMIT)
+        x = _smaller(first, LIMIT)
     y = _function(x, FUNCTION, ALPHA)
     slope = _derivative(x, FUNCTION, ALPHA)
     if LIMIT is not None:
@@ -94,12 +104,12 @@ def activate_grad(
             slope = tl.where(first <= LIMIT, slope, 0.0)
         else:
             slope = tl.where(y <= LIMIT, slope, 0.0)
-            y = tl.minimum(y, LIMIT)
+            y = _smaller(y, LIMIT)
     d_up = grad * y
     if GATED:
         bounded = up
         if LIMIT is not None:
-            bounded = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            bounded = _smaller(_larger(up, -LIMIT), LIMIT)
             d_up = tl.where((up <= LIMIT) & (up >= -LIMIT), d_up, 0.0)
         grad = grad * (bounded + UP_OFFSET)
     return grad * slope, d_up

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_flax.activations import Activation
-from moe_flax.kernels.grouped_matmul.triton import configs, hopper, launch
+from moe_flax.kernels.grouped_matmul.triton import configs, hopper, hopper_contraction, launch
 from moe_flax.kernels.grouped_matmul.triton.contraction import contraction_kernel, group_sum_kernel
 from moe_flax.kernels.grouped_matmul.triton.pointwise import activation_parameters
 from moe_flax.kernels.grouped_matmul.triton.product import product_kernel
@@ -50,6 +50,8 @@ def product(
     bias: jax.Array | None = None,
     activation: Activation | None = None,
     precision: str | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+    short_sums: int | None = None,
 ) -> jax.Array:
     """Runs one grouped product over sorted rows; rows without a tile in the plan stay unwritten.
 
@@ -63,6 +65,8 @@ def product(
       bias: [G, J, N].
       activation: fused behind the product.
       precision: of float32 operands, as `dot_precision` returns it.
+      scales: of 8-bit operands, which have no bits for them: [rows] and [G, J, N] float32.
+      short_sums: how many 8-bit products Hopper adds in fewer bits at a time; None is all.
 
     Returns:
       [rows, J, N]; [rows, N] with an activation; [rows, 1, N] where J was contracted.
@@ -70,6 +74,8 @@ def product(
     groups, matrices = rhs.shape[:2]
     n, k = rhs.shape[2:] if transposed else rhs.shape[:1:-1]
     inner = lhs.shape[1] if lhs.ndim == 3 else 1
+    if inner == 1:
+        lhs = lhs.reshape(lhs.shape[0], k)
     branches = 1 if inner > 1 else matrices
     epilogue = "plain" if activation is None else "activate"
     out = jax.ShapeDtypeStruct(
@@ -77,6 +83,8 @@ def product(
     )
     if 0 in out.shape or k == 0:
         return jnp.zeros(out.shape, out.dtype)
+    if out.dtype.itemsize != 2:
+        tiles = tiles.unspecialised()
     column_tiles = -(-n // tiles.columns) * (branches if activation is None else 1)
     programs = min(launch.chip().multiprocessors * tiles.programs, plan.capacity * column_tiles)
     flat = rhs.reshape(groups * matrices, *rhs.shape[2:])
@@ -87,9 +95,11 @@ def product(
     )  # fmt: skip
     if tiles.specialised:
         return launch.call(
-            hopper.specialised_product_kernel, *_hopper_operands(lhs, flat, gather, transposed),
-            bias, gather, plan.table, out_type=out, grid=programs, num_warps=4,
-            name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows, STAGES=tiles.stages, **common,
+            hopper.specialised_product_kernel,
+            *_hopper_operands(lhs, flat, gather, transposed, activation and matrices == 2),
+            *(scales or (None, None)), bias, gather, plan.table, out_type=out, grid=programs,
+            num_warps=4, name=f"moe_product_{epilogue}_sm90", ROWS_TOTAL=rows,
+            STAGES=tiles.stages, **common,
         )  # fmt: skip
     block = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
     rhs_descriptor = _descriptor(flat, (1, *block))
@@ -98,26 +108,29 @@ def product(
         lhs_block = (tiles.rows, tiles.depth) if inner == 1 else (tiles.rows, 1, tiles.depth)
         lhs_descriptor = _descriptor(lhs, lhs_block)
     return launch.call(
-        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, bias, gather, plan.table,
-        out_type=out, grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
-        name=f"moe_product_{epilogue}",
+        product_kernel, lhs_descriptor or lhs, rhs_descriptor or flat, *(scales or (None, None)),
+        bias, gather, plan.table, out_type=out, grid=programs, num_warps=tiles.warps,
+        num_stages=tiles.stages, name=f"moe_product_{epilogue}",
         LHS_DESCRIPTOR=lhs_descriptor is not None, RHS_DESCRIPTOR=rhs_descriptor is not None,
         ROWS=rows, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, **common,
+        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, SHORT_SUMS=short_sums, **common,
     )  # fmt: skip
 
 
-def _hopper_operands(lhs, rhs, gather, transposed):
+def _hopper_operands(lhs, rhs, gather, transposed, pair):
+    """Descriptors; a transposed pair of branches is loaded 64 columns at a time, in turns."""
     import jax_triton
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout(128, 16, 2)
+    size = rhs.dtype.itemsize
+    depth = 128 // size
+    layout = gl.NVMMASharedLayout(128, 8 * size, 2)
     flat = rhs.reshape(-1, rhs.shape[-1])
-    rhs_block = (256, 64) if transposed else (64, 64)
+    rhs_block = (64 if pair else 256, depth) if transposed else (depth, 64)
     rhs = jax_triton.TensorDescriptor.from_array(flat, rhs_block, layout)
     if gather is None:
         lhs = lhs.reshape(lhs.shape[0], -1)
-        lhs = jax_triton.TensorDescriptor.from_array(lhs, (128, 64), layout)
+        lhs = jax_triton.TensorDescriptor.from_array(lhs, (64, depth), layout)
     return lhs, rhs
 
 
@@ -143,17 +156,41 @@ def contraction(
     rows = lhs.shape[0]
     lhs_tiles = _descriptor(lhs.reshape(rows, -1), (tiles.rows, tiles.depth))
     grad_tiles = _descriptor(grad.reshape(rows, -1), (tiles.rows, tiles.columns))
-    if lhs_tiles is None or grad_tiles is None:
+    # Tiles start at multiples of 16 bytes only, and branches at multiples of K and N.
+    starts = ([k] if lhs_branches > 1 else []) + ([n] if grad_branches > 1 else [])
+    aligned = all(start * lhs.dtype.itemsize % 16 == 0 for start in starts)
+    if lhs_tiles is None or grad_tiles is None or not aligned:
         lhs_tiles = grad_tiles = None
+    if lhs_tiles is None or out.dtype.itemsize != 2:
+        tiles = tiles.unspecialised()
     count = groups * branches * -(-k // tiles.depth) * -(-n // tiles.columns)
     programs = min(launch.chip().multiprocessors * tiles.programs, count)
+    common: dict[str, tp.Any] = {
+        "K": k, "N": n, "GROUPS": groups, "LHS_BRANCHES": lhs_branches,
+        "GRAD_BRANCHES": grad_branches, "SPAN": tiles.span, "PROGRAMS": programs,
+    }  # fmt: skip
+    if tiles.specialised:
+        return launch.call(
+            hopper_contraction.specialised_contraction_kernel, *_squares(lhs, grad), lhs, grad,
+            plan.table, out_type=out, grid=programs, num_warps=4, name="moe_contraction_sm90",
+            STAGES=tiles.stages, **common,
+        )  # fmt: skip
     return launch.call(
         contraction_kernel, lhs, grad, lhs_tiles, grad_tiles, plan.table, out_type=out,
-        grid=programs, num_warps=tiles.warps, num_stages=tiles.stages,
-        name="moe_contraction", K=k, N=n, GROUPS=groups, LHS_BRANCHES=lhs_branches,
-        GRAD_BRANCHES=grad_branches, PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, SPAN=tiles.span, PROGRAMS=programs,
+        grid=programs, num_warps=tiles.warps, num_stages=tiles.stages, name="moe_contraction",
+        PRECISION=precision or dot_precision(), BLOCK_M=tiles.rows, BLOCK_N=tiles.columns,
+        BLOCK_K=tiles.depth, **common,
     )  # fmt: skip
+
+
+def _squares(*operands):
+    """Descriptors of [R, ..] as tiles of 64 by 64."""
+    import jax_triton
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    flat = [x.reshape(x.shape[0], -1) for x in operands]
+    return [jax_triton.TensorDescriptor.from_array(x, (64, 64), layout) for x in flat]
 
 
 def group_sum(

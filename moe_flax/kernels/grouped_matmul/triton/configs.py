@@ -26,6 +26,10 @@ class Tiles:
     programs: int = 1
     specialised: bool = False
 
+    def unspecialised(self) -> "Tiles":
+        """The same tile for Triton's own pipeline, which also takes what is not of 16 bits."""
+        return dataclasses.replace(self, warps=8, specialised=False) if self.specialised else self
+
 
 def rows_class(rows: int, groups: int) -> int:
     """The tile height that suits an average group: 16, 32, 64 or 128 rows."""
@@ -47,6 +51,11 @@ def _specialised(chip: Chip, k: int, n: int, itemsize: int) -> bool:
     return chip.wgmma and itemsize == 2 and k % 64 == 0 and k > 64 and n % 8 == 0
 
 
+def _whole(n: int) -> bool:
+    """Whether columns fill the tiles of the warp-specialised kernel, as it needs to be quick."""
+    return n % 256 == 0
+
+
 def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
     """Tiles of a plain product of [rows, k] with [groups, k, n]."""
     height = rows_class(rows, groups)
@@ -55,14 +64,17 @@ def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: 
         return _small(chip, height, depth, 1)
     if not chip.tma or itemsize > 2:
         return Tiles(128, 128, depth // 2, 8, 3)
-    if rows <= groups * 128 and _specialised(chip, k, n, itemsize):
+    # Where a tile is soon done, loads that run ahead into the next one pay.
+    soon = rows <= groups * 128 or (k < 1024 and _whole(n))
+    if soon and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256, 64, 4, 4, specialised=True)
     return Tiles(128, 256, depth, 8, 4)
 
 
 def summed_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
     """Tiles of a plain product that is summed over branches, the gradient by the tokens' rows."""
-    if rows_class(rows, groups) == 128 and _specialised(chip, k, n, itemsize):
+    long = rows_class(rows, groups) == 128 and _whole(n)
+    if long and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256, 64, 4, 4, specialised=True)
     return product_tiles(chip, rows, groups, k, n, itemsize)
 
@@ -79,13 +91,27 @@ def fused_tiles(
         return Tiles(128, 128 // branches, depth // 2, 8, 3), False
     if (rows <= groups * 128 or n < 1024) and _specialised(chip, k, n, itemsize):
         return Tiles(128, 256 // branches, 64, 4, 4, specialised=True), False
-    return Tiles(128, 256 // branches, depth, 8, 3), True
+    return Tiles(128, 256 // branches, depth, 8, 4), True
+
+
+def float8_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, branches: int = 1) -> Tiles:
+    """Tiles of a product of 8-bit operands; with branches, fused with the activation."""
+    height = rows_class(rows, groups)
+    if not chip.tma:
+        return Tiles(height, 128 // branches, 64, 4 if height < 128 else 8, 3)
+    if height < 128:
+        return Tiles(height, 256 // branches, 128, 4, 4)
+    if min(k, n) < 1024 and k > 128 and k % 16 == 0 and n % 8 == 0 and chip.wgmma:
+        return Tiles(128, 256 // branches, 128, 4, 4, specialised=True)
+    return Tiles(128, 256 // branches, 128, 8, 4)
 
 
 def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
     """Tiles of a contraction: `rows` are summed, `depth` x `columns` are written."""
     if itemsize == 4:
         return Tiles(32, 64, 64, 4, 3)
+    if chip.wgmma:
+        return Tiles(64, 256, 128, 4, 4, specialised=True)
     if chip.tma:
         return Tiles(64, 256, 128, 8, 4)
     return Tiles(32, 128, 128, 8, 4)

@@ -152,26 +152,15 @@ def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
     d_pre, weighted, dots = activate_rows_grad(
         d_hidden.reshape(rows, -1), pre, row_weight, call.activation
     )
-    pairs = ((weighted, grad_rows), (gather(tokens, row_token), d_pre))
-    if call.transposed:
-        pairs = tuple((b, a) for a, b in pairs)
-    (wo_lhs, wo_rhs), (wi_lhs, wi_rhs) = pairs
-    d_wo = calls.contraction(
-        wo_lhs,
-        wo_rhs,
-        plan,
-        tiles=call.grad_weights,
-        out_dtype=wo.dtype,
-        precision=call.precision,
-    )
-    d_wi = calls.contraction(
-        wi_lhs,
-        wi_rhs,
-        plan,
-        tiles=call.grad_weights,
-        out_dtype=wi.dtype,
-        precision=call.precision,
-    ).reshape(wi.shape)
+
+    def by_weights(first, second, dtype):
+        first, second = (second, first) if call.transposed else (first, second)
+        return calls.contraction(
+            first, second, plan, tiles=call.grad_weights, out_dtype=dtype, precision=call.precision
+        )
+
+    d_wo = by_weights(weighted, grad_rows, wo.dtype)
+    d_wi = by_weights(gather(tokens, row_token), d_pre, wi.dtype).reshape(wi.shape)
     d_rows = calls.product(
         d_pre, wi, plan, rows, tiles=call.grad_tokens, transposed=not call.transposed,
         precision=call.precision,
@@ -185,7 +174,9 @@ def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
         d_wi_bias = calls.group_sum(flat, plan, wi_bias.dtype).reshape(wi_bias.shape)
     if wo_bias is not None:
         d_wo_bias = calls.group_sum(grad_rows, plan, wo_bias.dtype, scale=row_weight)
-        by_expert = jnp.einsum("td,ed->te", grad, wo_bias, preferred_element_type=jnp.float32)
+        by_expert = jnp.einsum(
+            "td,ed->te", grad, wo_bias, preferred_element_type=jnp.float32, precision="highest"
+        )
         chosen = jnp.take_along_axis(by_expert, jnp.clip(ids, 0, experts - 1), 1)
         d_weights += jnp.where(placed.reshape(ids.shape), chosen, 0.0)
     return d_tokens, d_wi, d_wo, d_wi_bias, d_wo_bias, d_weights

@@ -74,7 +74,7 @@ def make_call(
     if tokens.dtype not in allowed:
         return None
     hopper = (
-        chip.capability == 90
+        chip.wgmma
         and tokens.dtype == jnp.bfloat16
         and all(weight.shape[-1] % 16 == 0 for weight in (wi, wo))
     )

@@ -1,10 +1,11 @@
 """The grouped product for Hopper: warp-specialised, tiles of 128 rows by 256 columns.
 
-The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64. One
+The same function as product.py's kernel for 16-bit operands whose K is a multiple of 64, and for
+8-bit ones whose K is a multiple of 16 (transposed matrices only, as the chip asks). One
 partition of warps loads (gathered rows by asynchronous copies, the rest by the tensor memory
-accelerator) through a ring of stages; two partitions of four warps each multiply 64 of the rows.
-Loading runs ahead into the next tile, so that it hides behind the epilogue, and a tile of up to
-64 rows costs one partition's work.
+accelerator) through a ring of stages; two partitions of four warps each multiply half of the rows.
+Loading runs ahead into the next tile, so that it hides behind the epilogue, and a tile of half its
+rows costs one partition's work.
 """
 
 # Checkers take `import triton` for this package.
@@ -23,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_flax.kernels.grouped_matmul.triton.activation import activate
 
-ROWS: gl.constexpr = gl.constexpr(128)
+ROWS: gl.constexpr = gl.constexpr(64)  # that one partition multiplies
 COLUMNS: gl.constexpr = gl.constexpr(256)
-DEPTH: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
@@ -43,16 +43,17 @@ def _find_tile(table_ptr, tile, tiles, GROUPS: gl.constexpr, CAPACITY: gl.conste
 
 @gluon.jit
 def _produce(
-    lhs, rhs, rows_ptr, table_ptr, a_ring, b_ring, ready, free,
+    lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, MATRICES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, GATHER: gl.constexpr, PAIR: gl.constexpr,
     COLUMN_TILES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, SPAN: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    K_BLOCKS: gl.constexpr = K // DEPTH
-    SIZE: gl.constexpr = rhs.dtype.primitive_bitwidth // 8
-    BYTES: gl.constexpr = ((0 if GATHER else ROWS) + COLUMNS) * DEPTH * SIZE
+    BITS: gl.constexpr = rhs.dtype.primitive_bitwidth
+    DEPTH: gl.constexpr = 1024 // BITS
+    K_BLOCKS: gl.constexpr = (K + DEPTH - 1) // DEPTH
+    BYTES: gl.constexpr = ((0 if GATHER else 2 * ROWS) + COLUMNS) * 128
     tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), tiles * COLUMN_TILES, PROGRAMS):
@@ -66,9 +67,13 @@ def _produce(
             if GATHER:
                 LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
                 ms = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-                sources = gl.load(rows_ptr + gl.minimum(ms, ROWS_TOTAL - 1))
                 ks = gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT))
-                pointers = lhs + (sources.to(gl.int64) * K)[:, None] + ks[None, :]
+                first = gl.load(rows_ptr + gl.minimum(ms, ROWS_TOTAL - 1))
+                second = gl.load(rows_ptr + gl.minimum(ms + ROWS, ROWS_TOTAL - 1))
+                pointers = (
+                    lhs + (first.to(gl.int64) * K)[:, None] + ks[None, :],
+                    lhs + (second.to(gl.int64) * K)[:, None] + ks[None, :],
+                )
             for block in range(INNER * K_BLOCKS):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
@@ -77,14 +82,25 @@ def _produce(
                 mbarrier.expect(full, BYTES)
                 k = block * DEPTH
                 if GATHER:
-                    async_copy.async_copy_global_to_shared(a_ring.index(stage), pointers + k)
+                    for half in gl.static_range(2):
+                        async_copy.async_copy_global_to_shared(
+                            a_rings[half].index(stage), pointers[half] + k
+                        )
                     async_copy.mbarrier_arrive(full, increment_count=False)
                 else:
-                    tma.async_load(lhs, [row, k], full, a_ring.index(stage))
+                    for half in gl.static_range(2):
+                        place = [row + half * ROWS, k]
+                        tma.async_load(lhs, place, full, a_rings[half].index(stage))
                 chunks = b_ring.index(stage)
                 if TRANSPOSED:
-                    if INNER == 1:
-                        tma.async_load(rhs, [matrix * N + n, k], full, chunks)
+                    if PAIR:
+                        for c in gl.static_range(4):
+                            place = [(matrix * 2 + c % 2) * N + n + c // 2 * 64, k]
+                            chunk = chunks.slice(c * 64, 64, 0)
+                            tma.async_load(rhs, place, full, chunk)
+                    elif INNER == 1:
+                        place = [matrix * N + n, k]
+                        tma.async_load(rhs, place, full, chunks)
                     else:
                         j = block // K_BLOCKS
                         place = [(matrix * INNER + j) * N + n, k - j * K]
@@ -105,9 +121,9 @@ def _produce(
 @gluon.jit
 def _quarters(acc):
     """[64, 256] -> four [64, 64], columns 0:64, 64:128, 128:192 and 192:256."""
-    low, high = acc.reshape([64, 2, 128]).permute(0, 2, 1).split()
-    a, b = low.reshape([64, 2, 64]).permute(0, 2, 1).split()
-    c, d = high.reshape([64, 2, 64]).permute(0, 2, 1).split()
+    low, high = acc.reshape([ROWS, 2, 128]).permute(0, 2, 1).split()
+    a, b = low.reshape([ROWS, 2, 64]).permute(0, 2, 1).split()
+    c, d = high.reshape([ROWS, 2, 64]).permute(0, 2, 1).split()
     return a, b, c, d
 
 
@@ -118,7 +134,7 @@ def _store(values, out_ptr, pitch, row, end, n, buffer, N: gl.constexpr):
     buffer.store(values.to(out_ptr.dtype.element_ty))
     gl.barrier()
     tile = buffer.load(WIDE)
-    ms = row + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    ms = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     ns = n + gl.arange(0, 64, gl.SliceLayout(0, WIDE))
     pointers = out_ptr + (ms.to(gl.int64) * pitch)[:, None] + ns[None, :]
     gl.store(pointers, tile, mask=(ms < end)[:, None] & (ns < N)[None, :])
@@ -126,14 +142,14 @@ def _store(values, out_ptr, pitch, row, end, n, buffer, N: gl.constexpr):
 
 
 @gluon.jit
-def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr, INDEX: gl.constexpr,
+def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr,
               TRANSPOSED: gl.constexpr, GATHER: gl.constexpr):  # fmt: skip
-    """Waits for a stage and returns this consumer's 64 rows and the columns."""
+    """Waits for a stage and returns this consumer's rows and the columns."""
     stage = step % STAGES
     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
     if GATHER:
         fence_async_shared()
-    a = a_ring.index(stage).slice(INDEX * 64, 64, 0)
+    a = a_ring.index(stage)
     b = b_ring.index(stage)
     if TRANSPOSED:
         b = b.permute((1, 0))
@@ -142,7 +158,7 @@ def _operands(a_ring, b_ring, ready, step, STAGES: gl.constexpr, INDEX: gl.const
 
 @gluon.jit
 def _consume(
-    INDEX: gl.constexpr, bias_ptr, table_ptr, out_ptr,
+    INDEX: gl.constexpr, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
     a_ring, b_ring, buffers, ready, free,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
@@ -153,9 +169,11 @@ def _consume(
     BEFORE: gl.constexpr,
 ):  # fmt: skip
     PAIR: gl.constexpr = EPILOGUE == "activate" and BRANCHES == 2
-    STEPS: gl.constexpr = INNER * (K // DEPTH)
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    BITS: gl.constexpr = a_ring.dtype.primitive_bitwidth
+    DEEP: gl.constexpr = 256 // BITS
+    STEPS: gl.constexpr = INNER * ((K * BITS + 1023) // 1024)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, DEEP])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEEP])
     buffer = buffers.index(INDEX)
     tiles = gl.load(table_ptr)
     step = 0
@@ -165,18 +183,24 @@ def _consume(
         )
         branch = column // COLUMN_BLOCKS
         n = (column - branch * COLUMN_BLOCKS) * (COLUMNS // 2 if PAIR else COLUMNS)
-        row += INDEX * 64
+        row += INDEX * ROWS
         if group < GROUPS:
             end = gl.load(table_ptr + 2 + group)
             if row < end:
-                zeros = gl.zeros([64, COLUMNS], gl.float32, MMA)
-                a, b = _operands(a_ring, b_ring, ready, step, STAGES, INDEX, TRANSPOSED, GATHER)
+                scale = rhs_scale_ptr
+                if lhs_scale_ptr is not None:
+                    ms = row + gl.arange(0, ROWS, gl.SliceLayout(1, PART))
+                    row_scale = gl.load(lhs_scale_ptr + ms, mask=ms < end, other=0.0)[:, None]
+                    scale = rhs_scale_ptr + (group * BRANCHES + branch) * N
+                zeros = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+                a, b = _operands(a_ring, b_ring, ready, step, STAGES, TRANSPOSED, GATHER)
                 acc = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
                 step += 1
                 for _ in range(1, STEPS):
-                    a, b = _operands(a_ring, b_ring, ready, step, STAGES, INDEX, TRANSPOSED, GATHER)
-                    # The compiler has all but the newest product done ahead of the arrival.
+                    a, b = _operands(a_ring, b_ring, ready, step, STAGES, TRANSPOSED, GATHER)
                     acc = warpgroup_mma(a, b, acc, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=(acc,))  # the stage before is done with
                     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
                     step += 1
                 acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -194,6 +218,10 @@ def _consume(
                         up = gl.convert_layout(
                             quarters[c * WIDTH + WIDTH - 1], PART, assert_trivial=True
                         )
+                        if lhs_scale_ptr is not None:
+                            first *= row_scale * _columns(scale, at, N, PART)[None, :]
+                            if PAIR:
+                                up *= row_scale * _columns(scale + N, at, N, PART)[None, :]
                         if bias_ptr is not None:
                             first += _columns(bias, at, N, PART)[None, :]
                             if PAIR:
@@ -204,6 +232,8 @@ def _consume(
                     for c in gl.static_range(4):
                         at = n + c * 64
                         y = gl.convert_layout(quarters[c], PART, assert_trivial=True)
+                        if lhs_scale_ptr is not None:
+                            y *= row_scale * _columns(scale, at, N, PART)[None, :]
                         if bias_ptr is not None:
                             y += _columns(bias, at, N, PART)[None, :]
                         _store(y, out_ptr + branch * N, BRANCHES * N, row, end, at, buffer, N)
@@ -214,7 +244,7 @@ def _consume(
                     mbarrier.arrive(free.index(stage))
                     step += 1
         else:
-            zeros = gl.zeros([64, 64], gl.float32, PART)
+            zeros = gl.zeros([ROWS, 64], gl.float32, PART)
             for c in gl.static_range(4):
                 at = n + c * 64
                 out = out_ptr + branch * N
@@ -229,7 +259,7 @@ def _columns(ptr, n, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def specialised_product_kernel(
-    lhs, rhs, bias_ptr, rows_ptr, table_ptr, out_ptr,
+    lhs, rhs, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, rows_ptr, table_ptr, out_ptr,
     ROWS_TOTAL: gl.constexpr, K: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
     CAPACITY: gl.constexpr, BRANCHES: gl.constexpr, INNER: gl.constexpr,
     TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -245,15 +275,21 @@ def specialised_product_kernel(
     )
     COLUMN_TILES: gl.constexpr = COLUMN_BLOCKS * MATRICES
     KIND: gl.constexpr = rhs.dtype
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    a_ring = gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], SWIZZLED)
+    BITS: gl.constexpr = KIND.primitive_bitwidth
+    DEPTH: gl.constexpr = 1024 // BITS
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    STAGED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    a_rings = (
+        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], SWIZZLED),
+        gl.allocate_shared_memory(KIND, [STAGES, ROWS, DEPTH], SWIZZLED),
+    )
     if TRANSPOSED:
         b_ring = gl.allocate_shared_memory(KIND, [STAGES, COLUMNS, DEPTH], SWIZZLED)
     else:
         b_ring = gl.allocate_shared_memory(KIND, [STAGES, DEPTH, COLUMNS], SWIZZLED)
-    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, 64, 64], SWIZZLED)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, ROWS, 64], STAGED)
+    ready = mbarrier.allocate_mbarrier(batch=STAGES)
+    free = mbarrier.allocate_mbarrier(batch=STAGES)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=129 if GATHER else 1)
         mbarrier.init(free.index(stage), count=2)
@@ -261,21 +297,21 @@ def specialised_product_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, bias_ptr, table_ptr, out_ptr,
-                a_ring, b_ring, buffers, ready, free,
+                0, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
+                a_rings[0], b_ring, buffers, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_consume, (
-                1, bias_ptr, table_ptr, out_ptr,
-                a_ring, b_ring, buffers, ready, free,
+                1, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, table_ptr, out_ptr,
+                a_rings[1], b_ring, buffers, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, BRANCHES, INNER, TRANSPOSED, GATHER, EPILOGUE,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
                 FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
             )),
             (_produce, (
-                lhs, rhs, rows_ptr, table_ptr, a_ring, b_ring, ready, free,
+                lhs, rhs, rows_ptr, table_ptr, a_rings, b_ring, ready, free,
                 ROWS_TOTAL, K, N, GROUPS, CAPACITY, MATRICES, INNER, TRANSPOSED, GATHER, PAIR,
                 COLUMN_TILES, COLUMN_BLOCKS, SPAN, PROGRAMS, STAGES,
             )),

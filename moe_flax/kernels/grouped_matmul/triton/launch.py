@@ -17,8 +17,12 @@ _target: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 )
 
 
-WARP_SPECIALISED = "specialised_product_kernel"  # in hopper.py
-_MISCOUNTING = ("0.4.1",)  # the releases of jax-triton that `_count_worker_warps` corrects
+GLUON = (  # in hopper.py, hopper_contraction.py and kept_hopper.py
+    "specialised_product_kernel",
+    "specialised_contraction_kernel",
+    "kept_hopper_kernel",
+)
+_CORRECTED = ("0.4.1",)  # the releases of jax-triton that `_corrected_jax_triton` knows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +38,14 @@ class Chip:
         return self.capability >= 90
 
     @property
+    def float8(self) -> bool:
+        """Whether float8 operands are multiplied as they are."""
+        return self.capability >= 89
+
+    @property
     def wgmma(self) -> bool:
         """Whether the warp-specialised Hopper kernels apply."""
-        return self.capability == 90 and _count_worker_warps()
+        return self.capability == 90 and _corrected_jax_triton()
 
 
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
@@ -69,7 +78,7 @@ def chip() -> Chip:
 
 
 class _CountingLibrary:
-    """jax-triton's launcher library, with the warps of `WARP_SPECIALISED` counted from its PTX."""
+    """jax-triton's launcher library, with the warps of `GLUON` kernels counted from their PTX."""
 
     def __init__(self, library: tp.Any):
         self._library = library
@@ -78,26 +87,43 @@ class _CountingLibrary:
         return getattr(self._library, name)
 
     def TritonKernel(self, name, num_warps, num_ctas, shared_bytes, ptx, *rest):
-        if name == WARP_SPECIALISED:
+        if name in GLUON:
             num_warps = int(re.findall(r"\.reqntid\s+(\d+)", ptx)[0]) // 32
         return self._library.TritonKernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
 
 
-@functools.cache
-def _count_worker_warps() -> bool:
-    """Has jax-triton launch every warp of `WARP_SPECIALISED`; returns whether it will.
+class _GluonPasses:
+    """A compiler whose passes up to Triton's GPU dialect are those for Gluon."""
 
-    Such a kernel has partitions of warps beside the ``num_warps`` of its first one. Triton writes
-    the number of threads in all into the PTX, but jax-triton 0.4.1 takes a launch's threads from
-    ``num_warps``, so that the other partitions never start and the first waits for them for ever.
-    Its reference to the library that makes launches is replaced by one that puts this right for the
-    kernel of this one name. With another jax-triton nothing is touched, and the kernel not used.
+    def __init__(self, backend: tp.Any):
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> tp.Any:
+        return getattr(self._backend, name)
+
+    def make_ttir(self, module, metadata, options, capability):
+        return module  # `gluon_to_ttgir` starts from it
+
+    def make_ttgir(self, module, metadata, options, capability):
+        return self._backend.gluon_to_ttgir(module, metadata, options, capability)
+
+
+@functools.cache
+def _corrected_jax_triton() -> bool:
+    """Has jax-triton compile and launch `GLUON` kernels rightly; returns whether it will.
+
+    jax-triton 0.4.1 sends Gluon kernels through the passes for Triton's own language, which move
+    their waits, and takes a launch's threads from ``num_warps``, without the partitions beside the
+    first one: these would never start, and the first wait for them for ever. Two names in it are
+    replaced by ones that do otherwise for the kernels of these names: its compile function, and
+    its reference to the library that makes launches, which reads the threads from the PTX. With
+    another jax-triton nothing is touched, and the kernels not used.
     """
     try:
         version = importlib.metadata.version("jax-triton")
     except importlib.metadata.PackageNotFoundError:
         return False
-    if version not in _MISCOUNTING:
+    if version not in _CORRECTED:
         return False
     import jax_triton.triton_lib as triton_lib
 
@@ -105,6 +131,14 @@ def _count_worker_warps() -> bool:
     if not hasattr(library, "TritonKernel"):  # no GPU plugin
         return False
     triton_lib.triton_kernel_call_lib = _CountingLibrary(library)
+    compile_ttir = triton_lib.compile_ttir_to_ptx_inplace
+
+    def compile_module(module, backend, options, capability):
+        if module.get_entry_func_name() in GLUON:
+            backend = _GluonPasses(backend)
+        return compile_ttir(module, backend, options, capability)
+
+    triton_lib.compile_ttir_to_ptx_inplace = compile_module
     return True
 
 

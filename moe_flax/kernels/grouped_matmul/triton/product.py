@@ -55,20 +55,61 @@ def _rhs_tile(rhs, matrix, k, n, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: t
 
 
 @triton.jit
+def _halves(acc):
+    """[rows, columns] -> the first and the last half of the columns."""
+    return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _write(
+    acc, acc2, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, out_ptr, ms, ns, live, group, branch,
+    N: tl.constexpr, GROUPS: tl.constexpr, BRANCHES: tl.constexpr, EPILOGUE: tl.constexpr,
+    FUNCTION: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    BEFORE: tl.constexpr,
+):  # fmt: skip
+    """Scales, bias, activation and store of a tile's sums: rows ms, columns ns of a branch."""
+    FUSED: tl.constexpr = EPILOGUE == "activate"
+    PAIR: tl.constexpr = FUSED and BRANCHES == 2
+    mask = live[:, None] & (ns < N)[None, :]
+    wide = ms.to(tl.int64)[:, None]
+    if lhs_scale_ptr is not None:
+        scaled = live & (group < GROUPS)
+        row_scale = tl.load(lhs_scale_ptr + ms, mask=scaled, other=0.0)[:, None]
+        columns = rhs_scale_ptr + (group * BRANCHES + branch) * N + ns
+        inside = (ns < N) & (group < GROUPS)
+        acc = acc * row_scale * tl.load(columns, mask=inside, other=0.0)[None, :]
+        if PAIR:
+            acc2 = acc2 * row_scale * tl.load(columns + N, mask=inside, other=0.0)[None, :]
+    if bias_ptr is not None:
+        base = bias_ptr + (group * BRANCHES + branch) * N
+        acc += tl.load(base + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
+        if PAIR:
+            acc2 += tl.load(base + N + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
+    if FUSED:
+        y = activate(acc, acc2, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE, PAIR)
+        tl.store(out_ptr + wide * N + ns[None, :], y.to(out_ptr.dtype.element_ty), mask)
+    else:
+        out = out_ptr + wide * (BRANCHES * N) + branch * N + ns[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def product_kernel(
-    lhs, rhs, bias_ptr, rows_ptr, table_ptr, out_ptr,
+    lhs, rhs, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, rows_ptr, table_ptr, out_ptr,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr, BRANCHES: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
     LHS_DESCRIPTOR: tl.constexpr, RHS_DESCRIPTOR: tl.constexpr, EPILOGUE: tl.constexpr,
     PRECISION: tl.constexpr, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
     LIMIT: tl.constexpr, BEFORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr, SHORT_SUMS: tl.constexpr,
 ):  # fmt: skip
     """See the module. BRANCHES: of the output (rhs [G, BRANCHES, ...]); INNER: branches contracted.
 
     lhs [ROWS or T, INNER, K]; out [ROWS, BRANCHES, N] ("plain") or [ROWS, N] ("activate"). Rows
-    past the last group become zero where the plan has tiles for them.
+    past the last group become zero where the plan has tiles for them. Products of 8-bit operands
+    are multiplied with lhs_scale [ROWS] and rhs_scale [G, BRANCHES, N]; Hopper's tensor cores add
+    SHORT_SUMS of their terms in fewer bits than float32 (None: all of them).
     """
     FUSED: tl.constexpr = EPILOGUE == "activate"
     PAIR: tl.constexpr = FUSED and BRANCHES == 2
@@ -118,22 +159,31 @@ def product_kernel(
             else:
                 matrix = group * INNER + j
             b = _rhs_tile(rhs, matrix, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=SHORT_SUMS)
             if PAIR:
                 b2 = _rhs_tile(
                     rhs, matrix + 1, k, n, K, N, TRANSPOSED, RHS_DESCRIPTOR, BLOCK_N, BLOCK_K
                 )
-                acc2 = tl.dot(a, b2, acc2, input_precision=PRECISION)
-        mask = live[:, None] & (ns < N)[None, :]
-        wide = ms.to(tl.int64)[:, None]
-        if bias_ptr is not None:
-            base = bias_ptr + (group * BRANCHES + branch) * N
-            acc += tl.load(base + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
+                acc2 = tl.dot(
+                    a, b2, acc2, input_precision=PRECISION, max_num_imprecise_acc=SHORT_SUMS
+                )
+        if lhs_scale_ptr is None:
+            _write(
+                acc, acc2, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, out_ptr, ms, ns, live, group,
+                branch, N, GROUPS, BRANCHES, EPILOGUE, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
+            )  # fmt: skip
+        else:  # by halves: rows, columns, scales and bias do not fit into the registers at once
+            low, high = _halves(acc)
+            low2, high2 = low, high
             if PAIR:
-                acc2 += tl.load(base + N + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
-        if FUSED:
-            y = activate(acc, acc2, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE, PAIR)
-            tl.store(out_ptr + wide * N + ns[None, :], y.to(out_ptr.dtype.element_ty), mask)
-        else:
-            out = out_ptr + wide * (BRANCHES * N) + branch * N + ns[None, :]
-            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+                low2, high2 = _halves(acc2)
+            half = n + tl.arange(0, BLOCK_N // 2)
+            _write(
+                low, low2, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, out_ptr, ms, half, live, group,
+                branch, N, GROUPS, BRANCHES, EPILOGUE, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
+            )  # fmt: skip
+            half += BLOCK_N // 2
+            _write(
+                high, high2, lhs_scale_ptr, rhs_scale_ptr, bias_ptr, out_ptr, ms, half, live, group,
+                branch, N, GROUPS, BRANCHES, EPILOGUE, FUNCTION, ALPHA, UP_OFFSET, LIMIT, BEFORE,
+            )  # fmt: skip

@@ -55,9 +55,12 @@ def plan_capacity(rows: int, groups: int, block_rows: int) -> int:
 def _write_plan(
     sizes, index, programs, table_ptr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Writes the plan; `sizes` [WIDTH] holds the groups' rows, zero from GROUPS on."""
+    """Writes the plan; `sizes` [WIDTH] holds the groups' rows, zero from GROUPS on.
+
+    Each program writes some of every group's tiles. Entries past the last tile stay unwritten.
+    """
     e = tl.arange(0, WIDTH)
     ends = tl.minimum(tl.cumsum(sizes, 0), ROWS)
     starts = tl.minimum(tl.cumsum(sizes, 0) - sizes, ROWS)
@@ -71,29 +74,23 @@ def _write_plan(
     if index == 0:
         tl.store(table_ptr, tl.max(tile_ends, 0))
         tl.store(table_ptr + 1 + e, starts, mask=e <= GROUPS)
-    for first in range(index * CHUNK, CAPACITY, programs * CHUNK):
-        t = first + tl.arange(0, CHUNK)
-        past = tile_ends[None, :] <= t[:, None]
-        group = tl.sum(past.to(tl.int32), 1)
-        here = e[None, :] == group[:, None]
-        skipped = tl.sum(tl.where(here, (tile_ends - tiles)[None, :], 0), 1)
-        row = tl.sum(tl.where(here, starts[None, :], 0), 1) + (t - skipped) * BLOCK_ROWS
-        out = table_ptr + 2 + GROUPS + t
-        tl.store(out, tl.minimum(group, GROUPS), mask=t < CAPACITY)
-        tl.store(out + CAPACITY, row, mask=t < CAPACITY)
+    out = table_ptr + 2 + GROUPS + tile_ends - tiles
+    for tile in range(index, tl.max(tiles, 0), programs):
+        tl.store(out + tile, e, mask=tile < tiles)
+        tl.store(out + CAPACITY + tile, starts + tile * BLOCK_ROWS, mask=tile < tiles)
 
 
 @triton.jit
 def _plan_kernel(
     sizes_ptr, table_ptr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, WIDTH)
     sizes = tl.maximum(tl.load(sizes_ptr + e, mask=e < GROUPS, other=0).to(tl.int32), 0)
     _write_plan(
         sizes, tl.program_id(0), tl.num_programs(0), table_ptr,
-        ROWS, GROUPS, WIDTH, CAPACITY, BLOCK_ROWS, TAIL, CHUNK,
+        ROWS, GROUPS, WIDTH, CAPACITY, BLOCK_ROWS, TAIL,
     )  # fmt: skip
 
 
@@ -119,22 +116,23 @@ def _place_kernel(
     row_token_ptr, row_weight_ptr, slot_row_ptr, table_ptr,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, SUB: tl.constexpr, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ALL: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Counts everything (or adds up the blocks' counts), then places this block's slots."""
     pid = tl.program_id(0)
     e = tl.arange(0, WIDTH)
-    total = tl.zeros([WIDTH], tl.int32)
-    before = tl.zeros([WIDTH], tl.int32)
     if counts_ptr is None:
-        for block in range(BLOCKS):
-            ids = _load_ids(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), SLOTS, EXPERTS)
-            counts = tl.histogram(ids, WIDTH)
-            total += counts
-            before += tl.where(block < pid, counts, 0)
+        every = tl.arange(0, ALL)
+        all_ids = _load_ids(ids_ptr, every, SLOTS, EXPERTS)
+        total = tl.histogram(all_ids, WIDTH)
+        before = tl.histogram(tl.where(every < pid * BLOCK, all_ids, EXPERTS), WIDTH)
+        placed = tl.sum(tl.where(e < EXPERTS, before, 0), 0)
+        before = tl.where(e == EXPERTS, pid * BLOCK - placed, before)
     else:
-        b = tl.arange(0, SUB)
-        for first in range(0, BLOCKS, SUB):
+        total = tl.zeros([WIDTH], tl.int32)
+        before = tl.zeros([WIDTH], tl.int32)
+        b = tl.arange(0, COUNTED)
+        for first in range(0, BLOCKS, COUNTED):
             counts = tl.load(
                 counts_ptr + (first + b)[:, None] * WIDTH + e[None, :],
                 mask=(first + b)[:, None] < BLOCKS, other=0,
@@ -142,21 +140,21 @@ def _place_kernel(
             total += tl.sum(counts, 0)
             before += tl.sum(tl.where((first + b)[:, None] < pid, counts, 0), 0)
     position = tl.cumsum(total, 0) - total + before
+    i = tl.arange(0, SUB)
     for first in range(0, BLOCK, SUB):
-        slot = pid * BLOCK + first + tl.arange(0, SUB)
+        slot = pid * BLOCK + first + i
         valid = slot < SLOTS
         ids = _load_ids(ids_ptr, slot, SLOTS, EXPERTS)
-        hot = (ids[:, None] == e[None, :]).to(tl.int32)
-        rank = tl.cumsum(hot, 0) - 1 + position[None, :]
-        row = tl.sum(hot * rank, 1)
-        position += tl.sum(hot, 0)
+        earlier = (ids[:, None] == ids[None, :]) & (i[None, :] < i[:, None])
+        row = tl.gather(position, ids, 0) + tl.sum(earlier.to(tl.int32), 1)
+        position += tl.histogram(ids, WIDTH)
         tl.store(slot_row_ptr + slot, tl.where(ids < EXPERTS, row, -1), mask=valid)
         tl.store(row_token_ptr + row, slot // TOP_K, mask=valid)
         weight = tl.load(weights_ptr + slot, mask=valid & (ids < EXPERTS), other=0.0)
         tl.store(row_weight_ptr + row, weight, mask=valid)
     _write_plan(
         tl.where(e < EXPERTS, total, 0), pid, BLOCKS, table_ptr,
-        SLOTS, EXPERTS, WIDTH, CAPACITY, BLOCK_ROWS, False, CHUNK,
+        SLOTS, EXPERTS, WIDTH, CAPACITY, BLOCK_ROWS, False,
     )  # fmt: skip
 
 
@@ -165,13 +163,12 @@ def make_plan(group_sizes: jax.Array, rows: int, block_rows: int, *, tail: bool)
     groups = group_sizes.shape[0]
     width = triton.next_power_of_2(groups + 1)
     capacity = plan_capacity(rows, groups, block_rows)
-    chunk = _chunk(width)
     table = launch.call(
         _plan_kernel, group_sizes,
         out_type=jax.ShapeDtypeStruct((2 + groups + 2 * capacity,), jnp.int32),
-        grid=min(-(-capacity // chunk), 64), num_warps=4, name="moe_plan",
+        grid=min(-(-rows // (8 * block_rows)), 64), num_warps=4, name="moe_plan",
         ROWS=rows, GROUPS=groups, WIDTH=width, CAPACITY=capacity, BLOCK_ROWS=block_rows,
-        TAIL=tail, CHUNK=chunk,
+        TAIL=tail,
     )  # fmt: skip
     return Plan(table, groups, capacity, block_rows)
 
@@ -184,7 +181,7 @@ def sort_by_expert(
     slots = tokens * top_k
     width = triton.next_power_of_2(experts + 1)
     small = slots <= 4096
-    block = 128 if small else 1024
+    block = 128 if small else max(256, triton.next_power_of_2(-(-slots // 128)))
     blocks = -(-slots // block)
     capacity = plan_capacity(slots, experts, block_rows)
     counts = None
@@ -205,11 +202,7 @@ def sort_by_expert(
         _place_kernel, expert_ids, weights, counts,
         out_type=out, grid=blocks, num_warps=8, name="moe_sort",
         SLOTS=slots, EXPERTS=experts, TOP_K=top_k, WIDTH=width, BLOCK=block,
-        SUB=min(block, max(16, 8192 // width)), BLOCKS=blocks, CAPACITY=capacity,
-        BLOCK_ROWS=block_rows, CHUNK=_chunk(width),
+        SUB=128, BLOCKS=blocks, CAPACITY=capacity, BLOCK_ROWS=block_rows,
+        ALL=triton.next_power_of_2(slots), COUNTED=max(1, 8192 // width),
     )  # fmt: skip
     return Sorted(row_token, row_weight, slot_row, Plan(table, experts, capacity, block_rows))
-
-
-def _chunk(width: int) -> int:
-    return max(16, 8192 // width)
