@@ -160,17 +160,28 @@ def test_round_trip_keeps_every_field():
             num_identity_experts=4,
             per_expert_scale=True,
             capacity_factor=1.25,
+            capacity_scope="sequence",
+            capacity_priority="weight",
         ),
         shared=SharedConfig(8, "gated", activation=Activation("gelu", up_offset=1.0)),
         activation=Activation("silu", alpha=1.7, limit=7.0, clamp="after"),
         use_bias=True,
+        latent_features=10,
         num_layers=4,
         moe_layers=(1, 3),
         family="none",
     )
+    # What excludes another of these is in the next two.
+    others = ("selection", "expert_capacity", "capacity_fraction", "capacity_renormalize")
     for field in dataclasses.fields(RouterConfig):
-        if field.name not in ("selection",):
+        if field.name not in others:
             assert getattr(config.router, field.name) != field.default, field.name
+    for router in (
+        RouterConfig(expert_capacity=3),
+        RouterConfig(capacity_fraction=0.5, capacity_renormalize=True),
+    ):
+        other = MoEConfig(16, 24, 12, 3, router=router)
+        assert MoEConfig.from_dict(other.to_dict()) == other
     assert MoEConfig.from_dict(config.to_dict()) == config
     assert hash(config) == hash(MoEConfig.from_dict(config.to_dict()))
 

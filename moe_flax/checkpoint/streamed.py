@@ -9,6 +9,7 @@ import concurrent.futures
 import pathlib
 import typing as tp
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
@@ -110,7 +111,10 @@ def save_tree(path: pathlib.Path, tree: tp.Mapping[str, Streamed]) -> None:
       path: the directory; absent.
       tree: the leaves by name.
     """
-    registry = ocp.type_handlers.create_type_handler_registry((Streamed, _Handler()))
+    handlers = ocp.type_handlers
+    registry = handlers.create_type_handler_registry(
+        (Streamed, _Handler()), (jax.Array, handlers.ArrayHandler())
+    )
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, type_handler_registry=registry
     )
