@@ -133,16 +133,25 @@ def test_quantized_experts_compile_and_unknown_slices_do_not(capsys):
 
 
 @pytest.mark.tpu
-def test_the_gradient_compiles():
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "rematerialized"])
+def test_the_gradient_compiles(remat):
+    """With rematerialization the backward pass runs the forward kernel once more."""
     config = MoEConfig.preset("tiny")
     devices = compile_report._topology_devices("v6e:2x2", "v6e")
     mesh = jax.sharding.Mesh([devices[:2], devices[2:]], ("data", "expert"))
-    _, layer = compile_report.layer_sizes(config, {"expert": 2}, 16)
-    forward, arguments = compile_report._layer_program(config, mesh, layer, 16, "bfloat16", "v6e")
+    _, sizes = compile_report.layer_sizes(config, {"expert": 2}, 16)
+    forward, arguments = compile_report._layer_program(config, mesh, sizes, 16, "bfloat16", "v6e")
 
     def loss(parameters, tokens, mask):
-        return jnp.sum(forward(parameters, tokens, mask).astype(jnp.float32))
+        def layer(tokens):
+            return forward(parameters, tokens, mask)
 
-    seconds, memory = compile_report._compile(jax.grad(loss, (0, 1)), arguments, "v6e:2x2")
-    assert seconds > 0
+        layer = jax.checkpoint(layer) if remat else layer
+        return jnp.sum(jnp.sin(layer(layer(tokens)).astype(jnp.float32)))
+
+    grad = jax.jit(jax.grad(loss, (0, 1)))
+    lowered = grad.trace(*arguments).lower(lowering_platforms=("tpu",))
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
     assert memory.temp_size_in_bytes > 0
+    assert lowered.as_text().count("moe_fused_ffn") == (2 if remat else 1)  # both layers share it

@@ -50,6 +50,22 @@ class Parameters(tp.NamedTuple):
     wo_bias: tp.Any
 
 
+def products_backend(call: Call) -> str:
+    """The backend of the grouped products beside the kernel, which runs on TPUs.
+
+    Raises:
+      ValueError: "xla" on a TPU, whose compiler crashes on ragged products over several branches.
+    """
+    if call.interpret:
+        return call.backend
+    if call.backend == "xla":
+        raise ValueError(
+            "backend 'xla' cannot run the fused kernel's gradient on a TPU (XLA's compiler fails on"
+            " its products over gate and up at once); take backend='auto' or 'tpu'"
+        )
+    return "tpu" if call.backend == "auto" else call.backend
+
+
 def scale_window(size: int, scales: int) -> int:
     """How many of ``size`` weights share each of ``scales`` scales along the contraction."""
     if scales == 1:

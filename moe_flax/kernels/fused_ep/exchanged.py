@@ -14,6 +14,7 @@ from moe_flax.kernels.fused_ep.call import (
     Sized,
     kernel_operands,
     prepare,
+    products_backend,
     size_up,
 )
 from moe_flax.kernels.fused_ep.kernel import STATS, fused_ffn
@@ -66,13 +67,23 @@ def _forward(call: Call, rows, parameters: Parameters, counts):
             stats = stats if more is None else stats + more
             return home, stats, window + sized.capacity
 
-        last = most_received(counts)
+        last = _most_received(counts)
         start = jnp.zeros_like(packed), jnp.zeros(len(STATS), jnp.int32), jnp.int32(0)
         start = tuple(align_varying(*start, packed)[:3])
         home, stats, _ = jax.lax.while_loop(lambda state: state[2] < last, one, start)
     if call.traffic:
         return stats
     return unpack_rows(home, rows.shape[1], rows.dtype)
+
+
+def _most_received(counts) -> jax.Array:
+    """The rows of the busiest device of the whole mesh: all devices take as many passes.
+
+    Devices that differ in an axis that splits no experts exchange nothing, but a loop that runs
+    a collective as often everywhere is right whatever its group is.
+    """
+    most, axes = most_received(counts), jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.pmax(most, axes) if axes else most
 
 
 def _plan(sized: Sized, call: Call, counts, window):
@@ -93,7 +104,7 @@ def _exchanged_forward(call, rows, parameters, counts):
 def _exchanged_backward(call: Call, residuals, grad):
     """Rows and gradients travel side by side, meet the grouped products, and come back as one."""
     rows, parameters, counts = residuals
-    features, dtype = rows.shape[1], rows.dtype
+    features, dtype, backend = rows.shape[1], rows.dtype, products_backend(call)
     sized, _ = _sized(call, rows, parameters)
     exchange, interpret = sized.exchange, call.interpret
     both = jnp.concatenate([pack_rows(rows), pack_rows(grad.astype(dtype))], axis=2)
@@ -102,13 +113,11 @@ def _exchanged_backward(call: Call, residuals, grad):
     def one(home, window):
         plan = _plan(sized, call, counts, window)
         received = transfer.dispatch(exchange, plan, both, sized.capacity, interpret=interpret)
-        number = jnp.sum(plan.expert_rows)
-        here = jnp.arange(sized.capacity)[:, None] < number
-        x, g = (
-            jnp.where(here, unpack_rows(half, features, dtype), 0)
+        x, g = (  # past the last row they hold anything: grouped products do not look there
+            unpack_rows(half, features, dtype)
             for half in (received[:, :, :words], received[:, :, words:])
         )
-        ffn = functools.partial(_ffn, call, sizes=plan.expert_rows)
+        ffn = functools.partial(_ffn, call, sizes=plan.expert_rows, backend=backend)
         _, pullback = jax.vjp(ffn, x, parameters)
         x_grad, grads = pullback(g)
         packed = pack_rows(x_grad)
@@ -134,7 +143,7 @@ def _exchanged_backward(call: Call, residuals, grad):
             ]
             return home, sums, window + sized.capacity
 
-        last = most_received(counts)
+        last = _most_received(counts)
         window, *_ = align_varying(jnp.int32(0), rows)
         home, sums, _ = jax.lax.while_loop(
             lambda state: state[2] < last, step, (home, sums, window)
@@ -155,12 +164,12 @@ def _no_gradient(parameter):
 exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
-def _ffn(call: Call, x, parameters: Parameters, *, sizes) -> jax.Array:
+def _ffn(call: Call, x, parameters: Parameters, *, sizes, backend: str) -> jax.Array:
     """The FFN over received rows in grouped products: what the backward pass differentiates."""
     wi, wo, wi_scale, wo_scale, wi_bias, wo_bias = parameters
     precision = jax.lax.Precision.HIGHEST if x.dtype.itemsize == 4 else None
     product = functools.partial(
-        grouped_matmul, group_sizes=sizes, backend=call.backend, precision=precision
+        grouped_matmul, group_sizes=sizes, backend=backend, precision=precision
     )
 
     def weight(values, scale):

@@ -16,7 +16,7 @@ def no_races(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def gradients(case, mesh, ids, blocks=SMALL):
+def gradients(case, mesh, ids, blocks=SMALL, backend="reference"):
     inputs = {k: v.astype(jnp.float32) if k == "weights" else v for k, v in case.inputs().items()}
     inputs |= case.biases()
     ids = jnp.asarray(ids)
@@ -38,7 +38,7 @@ def gradients(case, mesh, ids, blocks=SMALL):
             mesh=mesh,
             block_sizes=blocks,
             interpret=interpreter(),
-            backend="reference",
+            backend=backend,
         )
 
     out = jax.jit(jax.grad(ours))(inputs)
@@ -80,3 +80,30 @@ def test_an_expert_without_rows_has_no_gradient():
     for name in ("wi", "wo", "wi_bias", "wo_bias"):
         assert not np.any(np.asarray(out[name])[:3])
         assert np.any(np.asarray(out[name])[3])
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("cpu", marks=pytest.mark.interpret)]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("tpu", "reference")],
+)
+def test_what_lies_past_the_last_row_is_not_looked_at(backend):
+    """The receive buffer starts as NaN and most of it stays so; padding is not computed with."""
+    case = Case(tokens=8, experts=4, k=2, features=100, hidden=100, dtype="float32")
+    ids = np.full((8, 2), 4)
+    ids[::2, 0] = [0, 3, 3, 2]
+    out, ref = gradients(case, make_mesh(expert=2), ids, backend=backend)
+    for name in ref:
+        assert relative_error(out[name], ref[name]) <= 1e-5, name
+
+
+@pytest.mark.slow
+def test_data_groups_of_different_numbers_of_passes():
+    """Tokens of one data group all go to one device, those of the other to nobody."""
+    case = Case(tokens=32, experts=4, k=2, features=100, hidden=100, dtype="float32")
+    ids = np.full((32, 2), 4)
+    ids[:16] = [2, 3]
+    blocks = BlockSizes(rows=16, hidden=128, features=128, receive_rows=10)
+    out, ref = gradients(case, make_mesh(data=2, expert=2), ids, blocks)
+    for name in ref:
+        assert relative_error(out[name], ref[name]) <= 1e-5, name
