@@ -193,6 +193,7 @@ def test_same_bits_twice():
         np.testing.assert_array_equal(np.asarray(first[name]), np.asarray(second[name]))
 
 
+@pytest.mark.slow
 def test_vmap_over_tokens_and_routings():
     arrays, ids, apply_to = layer(t=24)
     rows = {name: arrays.pop(name).reshape(2, 12, -1) for name in ("tokens", "weights")}
@@ -254,9 +255,8 @@ def test_transposed_weights_and_their_gradients(backend):
             assert distance(actual[name], wanted[name]) < 2e-6, name
 
 
-@pytest.mark.parametrize(
-    "quantise", [quantize_mxfp4, pytest.param(quantize_blocks, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("quantise", [quantize_mxfp4, quantize_blocks])
 def test_transposed_quantised_weights(quantise):
     arrays, ids, apply_to = layer(d=160, f=70)
     arrays = transposed(arrays)

@@ -26,6 +26,7 @@ def make(**kwargs):
     return MoE.from_config(CONFIG, kernel_init=init, bias_init=init, rngs=nnx.Rngs(0), **kwargs)
 
 
+@pytest.mark.slow
 def test_equals_its_parts():
     layer, x = make(), jax.random.normal(jax.random.key(0), (9, 24))
     assert layer.experts.wi.shape == (4, 1, 12, 16)

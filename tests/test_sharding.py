@@ -44,6 +44,7 @@ def test_every_parameter_has_logical_axes():
             score="sigmoid", correction_bias=True, logit_bias=True, per_expert_scale=True
         ),
         shared=SharedConfig(8, combine="gated"),
+        latent_features=12,
         rngs=nnx.Rngs(0),
     )
     shapes = parameter_shapes(layer.config)

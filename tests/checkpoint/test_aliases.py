@@ -20,7 +20,12 @@ FIXTURE_OF = {}  # the fixture of a row of the table
 for path in FIXTURES.glob("*-plain"):
     FIXTURE_OF[config_from_hf(path).family] = path.name
 WRITTEN = {config_of(path)["model_type"] for path in FIXTURES.glob("*-plain")}
-ALIASES = sorted(set(BY_MODEL_TYPE) - WRITTEN)
+BY_HAND = {"qwen3_omni_moe"}  # rows whose test in test_families.py moves another's fixture
+ALIASES = sorted(
+    alias
+    for alias, row in BY_MODEL_TYPE.items()
+    if alias not in WRITTEN and row.name not in BY_HAND
+)
 
 
 def check(tmp_path, tensors, config, name, form=None):
@@ -45,7 +50,7 @@ def check(tmp_path, tensors, config, name, form=None):
 
 
 def test_every_row_has_a_fixture():
-    assert {family.name for family in TABLE} == set(FIXTURE_OF)
+    assert {family.name for family in TABLE} == set(FIXTURE_OF) | BY_HAND
 
 
 @pytest.mark.parametrize("alias", [a for a in ALIASES if not a.startswith("gemma4")])
@@ -183,7 +188,7 @@ def test_openais_own_names(tmp_path, name):
         (FIXTURE_OF[family.name], form.name)
         for family in TABLE
         for form in family.forms
-        if "mxfp4" not in form.name
+        if "mxfp4" not in form.name and family.name in FIXTURE_OF
     ],
 )
 def test_every_form_there_and_back(tmp_path, name, form):

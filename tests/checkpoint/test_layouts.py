@@ -7,7 +7,7 @@ import pytest
 
 from moe_flax.checkpoint.layouts import PARAMETER_AXES, parse, rearrange, shape_of
 
-SIZES = {"E": 3, "J": 2, "D": 4, "F": 5, "S": 6, "R": 7, "L": 2, "T": 3}
+SIZES = {"E": 3, "J": 2, "D": 4, "F": 5, "N": 9, "S": 6, "R": 7, "L": 2, "T": 3}
 
 
 def test_concatenated_and_interleaved():

@@ -13,8 +13,10 @@ import moe_flax
 from moe_flax.activations import resolve_activation
 from moe_flax.experts import expert_ffn, expert_ffn_reference
 from moe_flax.kernels.grouped_matmul import grouped_matmul
-from moe_flax.kernels.grouped_matmul.triton import ffn_float8, quantizing
 from moe_flax.quantize import dequantize, quantize_rows
+
+pytest.importorskip("triton")
+from moe_flax.kernels.grouped_matmul.triton import ffn_float8, quantizing
 
 pytestmark = pytest.mark.gpu
 # M, G, K, N: MSLK's shapes, and widths that tiles do not divide
