@@ -15,9 +15,8 @@ def layer_on(mesh):
     return MoE.from_config(config, mesh=mesh, rngs=nnx.Rngs(3))
 
 
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_restore_onto_another_mesh(tmp_path, kind):
     first = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(kind,) * 2)
     second = jax.make_mesh((2, 2, 2), ("fsdp", "tensor", "expert"), axis_types=(kind,) * 3)

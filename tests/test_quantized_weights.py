@@ -77,7 +77,7 @@ def error(out, reference):
 
 @pytest.mark.parametrize(
     ("kind", "transposed"),
-    [pytest.param(*case, marks=[] if case == CASES[-1] else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_on_one_device(kind, transposed):
     layer, exact = held(kind, transposed=transposed)
@@ -91,7 +91,9 @@ def test_on_one_device(kind, transposed):
 @pytest.mark.parametrize(
     ("kind", "transposed", "strategy", "shape", "axes"),
     [
-        ("block", False, "all_to_all", (4,), ("expert",)),
+        pytest.param(
+            "block", False, "all_to_all", (4,), ("expert",), marks=pytest.mark.slow
+        ),
         ("mxfp4", True, "all_gather", (2, 2), ("expert", "tensor")),
         pytest.param(
             "channel", True, "none", (2, 2), ("expert", "fsdp"), marks=pytest.mark.slow

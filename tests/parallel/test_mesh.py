@@ -156,7 +156,7 @@ def stored(state, split):
 @pytest.mark.parametrize(
     ("kind", "x_spec", "split", "vma", "axis_names"),
     [
-        (AxisType.Auto, P(("data", "expert")), True, True, None),
+        slow(AxisType.Auto, P(("data", "expert")), True, True, None),
         slow(AxisType.Explicit, P(("data", "expert")), True, True, None),
         slow(AxisType.Auto, P("data"), True, True, None),
         slow(AxisType.Auto, P(("data", "expert")), False, True, None),
@@ -187,7 +187,8 @@ def test_inside_a_callers_shard_map(kind, x_spec, split, vma, axis_names):
     assert_close((y, aux, grads), (want_y, want_aux, want_grads))
 
 
-@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mesh_of_the_layer_without_one_in_scope(kind):
     mesh = make_mesh({"expert": 4, "data": 2}, kind)
     layer, x = make_layer(mesh=mesh), inputs(5, 16)
@@ -198,7 +199,7 @@ def test_mesh_of_the_layer_without_one_in_scope(kind):
 @pytest.mark.parametrize(
     ("kind", "manual"),
     [
-        (AxisType.Explicit, False),
+        slow(AxisType.Explicit, False),
         slow(AxisType.Auto, False),
         slow(AxisType.Auto, True),
         slow(AxisType.Explicit, True),

@@ -25,7 +25,7 @@ def walk(jaxpr):
             yield from walk(each)
 
 
-def kernels(mesh, case):
+def kernels(mesh, case, backend="reference"):
     inputs = case.inputs()
     ids = jnp.asarray(case.routings(mesh.shape["expert"])["random"])
 
@@ -38,7 +38,7 @@ def kernels(mesh, case):
             mesh=mesh,
             block_sizes=SMALL,
             method="fused",
-            backend="xla",
+            backend=backend,
         )
         return jnp.sum(out.astype(jnp.float32))
 
@@ -49,6 +49,11 @@ def kernels(mesh, case):
 
 def remote(equation):
     return equation.primitive.name == "dma_start" and "'expert'" in str(equation.params["tree"])
+
+
+def test_a_backend_that_the_tpu_compiler_fails_on_is_refused():
+    with pytest.raises(ValueError, match="take backend='auto' or 'tpu'"):
+        kernels(make_mesh(expert=2), Case(tokens=8, experts=8), backend="xla")
 
 
 @pytest.mark.parametrize("devices", [2, 4])
