@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest
 
 .PHONY: demo test test-slow test-parity test-triton test-tpu test-tpu-long test-tpu-compile test-gpu \
-	lint bench clean
+	sanitize-gpu lint bench clean
 
 # The stamp is newer than pyproject.toml once all is installed.
 $(VENV)/.installed: pyproject.toml
@@ -70,7 +70,17 @@ test-triton: $(TRITON_VENV)/.installed  ## GPU kernels compiled and interpreted 
 	$(TRITON_VENV)/bin/python -m pytest -m triton tests/kernels
 
 test-gpu: $(VENV)/.installed  ## on an NVIDIA GPU, with the gpu extra installed
-	JAX_PLATFORMS=cuda $(PYTEST) -m gpu
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
+
+# Every buffer is an allocation of its own, so that reads and writes past it are seen.
+SANITIZE = JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer \
+	--error-exitcode 9 --kernel-name kernel_substring=_kernel
+SANITIZED = tests/kernels/test_triton_gpu.py tests/kernels/test_triton_kept_gpu.py \
+	tests/kernels/test_float8_gpu.py -m gpu -k against_the_reference
+
+sanitize-gpu: $(VENV)/.installed  ## memory errors and races of the kernels, on an NVIDIA GPU
+	$(SANITIZE) --tool memcheck $(PYTEST) $(SANITIZED) --timeout 0
+	$(SANITIZE) --tool racecheck $(PYTEST) $(SANITIZED) --timeout 0
 
 lint: $(VENV)/.installed  ## formatter, linter, types
 	$(RUN) -m ruff format --check .

@@ -38,8 +38,10 @@ def grouped_product(
     if rows == 0 or groups == 0:
         shape = (rows, rhs.shape[1], n) if branched else (rows, n)
         return jnp.zeros(shape, preferred_element_type)
-    choose = configs.summed_tiles if lhs.ndim == 3 else configs.product_tiles
-    tiles = choose(launch.chip(), rows, groups, k, n, lhs.dtype.itemsize)
+    kind = "summed" if lhs.ndim == 3 else "transposed" if transpose_rhs else "product"
+    branches = rhs.shape[1] if rhs.ndim == 4 else 1
+    shape = configs.Shape(kind, rows, groups, k, n, lhs.dtype.itemsize, branches)
+    tiles, _ = configs.choose(launch.chip(), shape)
     if lhs.ndim == 3 and not transpose_rhs and tiles.specialised:
         tiles = configs.Tiles(128, 256, 64, 8, 4)
     plan = sorting.make_plan(group_sizes, rows, tiles.rows, tail=True)
@@ -90,7 +92,12 @@ def row_contraction(
     from moe_flax.kernels.grouped_matmul.triton import calls, configs, launch, sorting
 
     plan = sorting.make_plan(group_sizes, max(lhs.shape[0], 1), 128, tail=False)
-    tiles = configs.contraction_tiles(launch.chip(), lhs.dtype.itemsize)
+    k, n = lhs.shape[-1], grad.shape[-1]
+    branches = max(lhs.shape[1] if lhs.ndim == 3 else 1, grad.shape[1] if grad.ndim == 3 else 1)
+    shape = configs.Shape(
+        "contraction", lhs.shape[0], group_sizes.shape[0], k, n, lhs.dtype.itemsize, branches
+    )
+    tiles, _ = configs.choose(launch.chip(), shape)
     return calls.contraction(lhs, grad, plan, tiles=tiles, out_dtype=preferred_element_type)
 
 

@@ -1,8 +1,10 @@
 """Which tile sizes a product runs with: a measured table, and a heuristic for what it lacks."""
 
 import dataclasses
+import math
 
 from moe_flax.kernels.grouped_matmul.triton.launch import Chip
+from moe_flax.kernels.grouped_matmul.triton.tuned import TABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,82 @@ class Tiles:
         return dataclasses.replace(self, warps=8, specialised=False) if self.specialised else self
 
 
+KINDS = ("fused", "product", "transposed", "summed", "contraction")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A grouped product of operands of 16 or 32 bits, as far as its configuration depends on it.
+
+    Attributes:
+      kind: of ``KINDS``: with the activation behind it, plain, by matrices transposed in place, by
+        such and summed over branches, or the contraction over rows.
+      rows: of all groups.
+      groups: G.
+      k: summed over (rows of the result's matrices, for a contraction).
+      n: columns, of each branch.
+      itemsize: bytes of an element.
+      branches: matrices a group has.
+    """
+
+    kind: str
+    rows: int
+    groups: int
+    k: int
+    n: int
+    itemsize: int
+    branches: int = 1
+
+
+def shape_class(shape: Shape) -> tuple:
+    """What shapes share an entry of the table: sizes within a factor of the square root of two."""
+    average = max(shape.rows / max(shape.groups, 1), 1)
+    sizes = (round(math.log2(max(size, 1))) for size in (average, shape.k, shape.n))
+    return 8 * shape.itemsize, shape.kind, shape.branches, *sizes
+
+
+def choose(chip: Chip, shape: Shape, height: int | None = None) -> tuple[Tiles, bool]:
+    """Tiles, and whether a fused product's rows are gathered first: measured, or else guessed.
+
+    Args:
+      chip: the chip.
+      shape: of the product.
+      height: rows of a tile, where another product has settled them.
+    """
+    found = TABLE.get((chip.capability, *shape_class(shape)))
+    if found is not None:
+        tiles, gather_first = Tiles(*found[0]), found[1]
+        settled = shape.kind == "contraction" or height in (None, tiles.rows)
+        if settled and (not tiles.specialised or _specialised(chip, shape)):
+            return tiles, gather_first
+    return heuristic(chip, shape, height)
+
+
+def heuristic(chip: Chip, shape: Shape, height: int | None = None) -> tuple[Tiles, bool]:
+    """`choose` without the table."""
+    if shape.kind == "contraction":
+        return _contraction_tiles(chip, shape.itemsize), False
+    height = height or rows_class(shape.rows, shape.groups)
+    fused = shape.kind == "fused"
+    parts = shape.branches if fused else 1
+    depth = 128 // shape.itemsize
+    if height < 128:
+        return _small(chip, height, depth, parts), False
+    if not chip.tma or shape.itemsize > 2:
+        return Tiles(128, 128 // parts, depth // 2, 8, 3), False
+    # Where a tile is soon done, loads that run ahead into the next one pay.
+    soon = shape.rows <= shape.groups * 128
+    if fused:
+        soon = soon or shape.n < 1024
+    elif shape.kind == "summed":
+        soon = soon or (shape.n % 256 == 0 and rows_class(shape.rows, shape.groups) == 128)
+    else:
+        soon = soon or (shape.k < 1024 and shape.n % 256 == 0)
+    if soon and _specialised(chip, shape):
+        return Tiles(128, 256 // parts, 64, 4, 4, specialised=True), False
+    return Tiles(128, 256 // parts, depth, 8, 4), fused
+
+
 def rows_class(rows: int, groups: int) -> int:
     """The tile height that suits an average group: 16, 32, 64 or 128 rows."""
     average = rows / max(groups, 1)
@@ -47,51 +125,21 @@ def _small(chip: Chip, height: int, depth: int, branches: int) -> Tiles:
     return Tiles(height, 256 // branches, depth, 4, 4)
 
 
-def _specialised(chip: Chip, k: int, n: int, itemsize: int) -> bool:
-    return chip.wgmma and itemsize == 2 and k % 64 == 0 and k > 64 and n % 8 == 0
+def _specialised(chip: Chip, shape: Shape) -> bool:
+    """Whether the warp-specialised Hopper kernels take such operands."""
+    fits = shape.k % 64 == 0 and shape.k > 64 and shape.n % 8 == 0
+    return chip.wgmma and shape.itemsize == 2 and (fits or shape.kind == "contraction")
 
 
-def _whole(n: int) -> bool:
-    """Whether columns fill the tiles of the warp-specialised kernel, as it needs to be quick."""
-    return n % 256 == 0
-
-
-def product_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
-    """Tiles of a plain product of [rows, k] with [groups, k, n]."""
-    height = rows_class(rows, groups)
-    depth = 128 // itemsize
-    if height < 128:
-        return _small(chip, height, depth, 1)
-    if not chip.tma or itemsize > 2:
-        return Tiles(128, 128, depth // 2, 8, 3)
-    # Where a tile is soon done, loads that run ahead into the next one pay.
-    soon = rows <= groups * 128 or (k < 1024 and _whole(n))
-    if soon and _specialised(chip, k, n, itemsize):
-        return Tiles(128, 256, 64, 4, 4, specialised=True)
-    return Tiles(128, 256, depth, 8, 4)
-
-
-def summed_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int) -> Tiles:
-    """Tiles of a plain product that is summed over branches, the gradient by the tokens' rows."""
-    long = rows_class(rows, groups) == 128 and _whole(n)
-    if long and _specialised(chip, k, n, itemsize):
-        return Tiles(128, 256, 64, 4, 4, specialised=True)
-    return product_tiles(chip, rows, groups, k, n, itemsize)
-
-
-def fused_tiles(
-    chip: Chip, rows: int, groups: int, k: int, n: int, itemsize: int, branches: int
-) -> tuple[Tiles, bool]:
-    """Tiles of the product fused with the activation, and whether to gather its rows first."""
-    height = rows_class(rows, groups)
-    depth = 128 // itemsize
-    if height < 128:
-        return _small(chip, height, depth, branches), False
-    if not chip.tma or itemsize > 2:
-        return Tiles(128, 128 // branches, depth // 2, 8, 3), False
-    if (rows <= groups * 128 or n < 1024) and _specialised(chip, k, n, itemsize):
-        return Tiles(128, 256 // branches, 64, 4, 4, specialised=True), False
-    return Tiles(128, 256 // branches, depth, 8, 4), True
+def _contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
+    """Tiles of a contraction: `rows` are summed, `depth` x `columns` are written."""
+    if itemsize == 4:
+        return Tiles(32, 64, 64, 4, 3)
+    if chip.wgmma:
+        return Tiles(64, 256, 128, 4, 4, specialised=True)
+    if chip.tma:
+        return Tiles(64, 256, 128, 8, 4)
+    return Tiles(32, 128, 128, 8, 4)
 
 
 def float8_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, branches: int = 1) -> Tiles:
@@ -104,17 +152,6 @@ def float8_tiles(chip: Chip, rows: int, groups: int, k: int, n: int, branches: i
     if min(k, n) < 1024 and k > 128 and k % 16 == 0 and n % 8 == 0 and chip.wgmma:
         return Tiles(128, 256 // branches, 128, 4, 4, specialised=True)
     return Tiles(128, 256 // branches, 128, 8, 4)
-
-
-def contraction_tiles(chip: Chip, itemsize: int) -> Tiles:
-    """Tiles of a contraction: `rows` are summed, `depth` x `columns` are written."""
-    if itemsize == 4:
-        return Tiles(32, 64, 64, 4, 3)
-    if chip.wgmma:
-        return Tiles(64, 256, 128, 4, 4, specialised=True)
-    if chip.tma:
-        return Tiles(64, 256, 128, 8, 4)
-    return Tiles(32, 128, 128, 8, 4)
 
 
 def keeps(rows: int, groups: int) -> bool:

@@ -24,7 +24,7 @@ class Call:
       precision: of float32 products, as `calls.dot_precision` returns it.
       gather_first: copy the rows to their sorted places ahead of the fused first product.
       plain_up, down, grad_hidden, grad_tokens: tiles of the plain products.
-      grad_weights: tiles of the contractions.
+      grad_wi, grad_wo: tiles of the contractions.
       transposed: wi is [E, J, F, D] and wo [E, D, F].
     """
 
@@ -36,7 +36,8 @@ class Call:
     down: configs.Tiles
     grad_hidden: configs.Tiles
     grad_tokens: configs.Tiles
-    grad_weights: configs.Tiles
+    grad_wi: configs.Tiles
+    grad_wo: configs.Tiles
     transposed: bool = False
 
 
@@ -48,17 +49,27 @@ def make_call(
     experts, branches = wi.shape[:2]
     features, hidden = wi.shape[:1:-1] if transposed else wi.shape[2:]
     size = tokens.dtype.itemsize
-    choose = functools.partial(configs.product_tiles, chip, rows, experts)
-    up, gather_first = configs.fused_tiles(chip, rows, experts, features, hidden, size, branches)
-    widen, narrow = choose(features, hidden, size), choose(hidden, features, size)
-    back = configs.summed_tiles(chip, rows, experts, hidden, features, size)
+    height = None
+
+    def choose(kind, k, n, branches=1):
+        shape = configs.Shape(kind, rows, experts, k, n, size, branches)
+        return configs.choose(chip, shape, height)
+
+    up, gather_first = choose("fused", features, hidden, branches)
+    height = up.rows  # all products walk the same tiles of rows
+    widen, _ = choose("product", features, hidden, branches)
+    narrow, _ = choose("product", hidden, features)
+    hidden_back, _ = choose("transposed", features, hidden)
+    back, _ = choose("summed", hidden, features, branches)
+    by_wi, _ = choose("contraction", features, hidden, branches)
+    by_wo, _ = choose("contraction", hidden, features)
     if transposed:  # the Hopper kernel has no transposed pair, nor a summed product of others
         plain = configs.Tiles(128, 256, 64, 8, 4)
         up = dataclasses.replace(plain, columns=256 // branches) if up.specialised else up
         back = plain if back.specialised else back
     return Call(
-        activation, precision or calls.dot_precision(), up, gather_first, widen, narrow, widen,
-        back, configs.contraction_tiles(chip, size), transposed,
+        activation, precision or calls.dot_precision(), up, gather_first, widen, narrow,
+        hidden_back, back, by_wi, by_wo, transposed,
     )  # fmt: skip
 
 
@@ -153,14 +164,14 @@ def _gradients(call, tokens, wi, wo, wi_bias, wo_bias, ids, pre, sort, grad):
         d_hidden.reshape(rows, -1), pre, row_weight, call.activation
     )
 
-    def by_weights(first, second, dtype):
+    def by_weights(first, second, tiles, dtype):
         first, second = (second, first) if call.transposed else (first, second)
         return calls.contraction(
-            first, second, plan, tiles=call.grad_weights, out_dtype=dtype, precision=call.precision
+            first, second, plan, tiles=tiles, out_dtype=dtype, precision=call.precision
         )
 
-    d_wo = by_weights(weighted, grad_rows, wo.dtype)
-    d_wi = by_weights(gather(tokens, row_token), d_pre, wi.dtype).reshape(wi.shape)
+    d_wo = by_weights(weighted, grad_rows, call.grad_wo, wo.dtype)
+    d_wi = by_weights(gather(tokens, row_token), d_pre, call.grad_wi, wi.dtype).reshape(wi.shape)
     d_rows = calls.product(
         d_pre, wi, plan, rows, tiles=call.grad_tokens, transposed=not call.transposed,
         precision=call.precision,
