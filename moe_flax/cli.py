@@ -16,7 +16,8 @@ from moe_flax.checkpoint.errors import CheckpointError, fault
 from moe_flax.checkpoint.inspect import inspect, size
 from moe_flax.checkpoint.orbax import from_orbax, write_orbax
 from moe_flax.checkpoint.source import open_source
-from moe_flax.checkpoint.transform import plan
+from moe_flax.checkpoint.transform import plan, ranges
+from moe_flax.checkpoint.writer import incomplete
 from moe_flax.config import MoEConfig
 
 
@@ -134,6 +135,13 @@ def _convert(arguments: argparse.Namespace) -> None:
         print("\n".join(planned.describe(orbax=arguments.to == "orbax")))
         print(f"writes {size(planned.nbytes)} in {len(planned.outputs)} tensors; nothing written")
         return
+    if source.beyond:
+        print(
+            f"moe-flax: layers {ranges(source.beyond)} are past config.json's last one: passed on"
+            " as they are",
+            file=sys.stderr,
+        )
+    continued = incomplete(arguments.target).is_dir()
     with _bar(planned.nbytes) as bar:
         if arguments.to == "orbax":
             write_orbax(
@@ -149,6 +157,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         if weight:
             relative = (error / weight) ** 0.5
             print(f"layer {layer}: relative error of {arguments.quantize} {relative:.3g}")
+    if planned.errors and continued:
+        print("these errors are of what this run wrote; an earlier one had written the rest")
 
 
 def _compile(arguments: argparse.Namespace) -> None:

@@ -295,9 +295,11 @@ def target_layers(checkpoint: Checkpoint, row: Family, form: str | None) -> dict
         if origin is not None and origin.config.family != row.name:
             origin = None
         if origin is not None and form in (None, origin.form.name):
-            bound[index] = origin
-            continue
-        wanted, count = find_form(row, form), checkpoint.config.num_layers
+            kept = not checkpoint.quantized.keys().isdisjoint(origin.keys)
+            if kept or not origin.form.floats:
+                bound[index] = origin
+                continue
+        wanted, count = float_form(row, form, origin), checkpoint.config.num_layers
         bound[index] = bind(row, wanted, module.config, index, count, origin)
     return bound
 
@@ -309,6 +311,23 @@ def find_form(row: Family, name: str | None) -> Form:
             return form
     names = ", ".join(form.name for form in row.forms)
     raise fault(f"family {row.name} has no form {name!r}; it has {names}")
+
+
+def float_form(row: Family, name: str | None, origin: Layer | None) -> Form:
+    """The form for a layer of floats: the one named, or that of where it lay, or the first.
+
+    Raises:
+      CheckpointError: there is no such form, or what is named has keys for quantized weights alone.
+    """
+    if name is None and origin is not None and origin.form.floats:
+        name = origin.form.floats
+    form = find_form(row, name)
+    if form.floats:
+        raise fault(
+            f"form {form.name} of {row.name} holds quantized weights, and these are floats;"
+            f" write form {form.floats}"
+        )
+    return form
 
 
 def target_config(checkpoint: Checkpoint, row: Family) -> dict[str, tp.Any]:

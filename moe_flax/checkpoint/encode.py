@@ -19,12 +19,14 @@ class Scheme:
       window: rows and columns that share a scale; 0 is the whole axis.
       suffix: what the scales' name adds to the values'.
       config: the quantization_config that announces it.
+      ignore: its field for the modules that were left as they are.
     """
 
     dtype: np.dtype
     window: tuple[int, int]
     suffix: str
     config: tp.Mapping[str, tp.Any]
+    ignore: str = "ignore"
 
 
 def _compressed(name: str, bits: int, kind: str, group: int | None) -> dict[str, tp.Any]:
@@ -59,6 +61,7 @@ SCHEMES: tp.Final[dict[str, Scheme]] = {
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
         },
+        "modules_to_not_convert",
     ),
 }
 

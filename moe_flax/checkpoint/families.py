@@ -427,6 +427,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                     "mlp.experts.down_proj_blocks",
                     _INTERLEAVED_ROWS,
                 ),
+                floats="interleaved",
             ),
             Form(
                 "openai",
@@ -438,6 +439,7 @@ TABLE: tp.Final[tuple[Family, ...]] = (
                 _OPENAI_REST
                 + stacked("mlp.mlp1_weight.blocks", "mlp.mlp2_weight.blocks", _INTERLEAVED_ROWS),
                 prefix="block.{layer}.",
+                floats="openai",
             ),
         ),
         hidden=_WIDTH,

@@ -6,12 +6,14 @@
     tpu_inference    tpu-inference's fused kernel: w1 [E, 2, D, F], w2 [E, F, D], gate [D, E]
     tpu_inference_w13  its grouped products: w13 [E, D, 2F], shard-interleaved for tensor
                      parallelism (``shards``), w2 [E, F, D]
-    maxtext          MaxText: gate.kernel, wi_0, wi_1, wo; ``layers`` of them scanned as [E, L, ...]
+    maxtext          MaxText: gate.kernel, wi_0, wi_1, wo; ``layers`` of them scanned along the
+                     second axis: [E, L, D, F], [D, L, E]
     gpt_oss          OpenAI's names: gate.weight, mlp1_weight [E, 2F, D] interleaved, mlp2_weight
 
 Gate comes first in every pair of names.
 """
 
+import re
 import types
 import typing as tp
 
@@ -89,7 +91,7 @@ def _layout(name: str) -> dict[str, Entry]:
 
 
 def _axes(entry: Entry, layers: int | None) -> tuple[str, str]:
-    """Stored and own axes of one tensor of an entry; scanned layers follow the experts."""
+    """Stored and own axes of one tensor of an entry; scanned layers are the second axis."""
     ours = [a for group in parse(PARAMETER_AXES[entry.parameter]) for a in group]
     if "{J}" in (entry.key or ""):
         ours.remove("J")
@@ -97,9 +99,15 @@ def _axes(entry: Entry, layers: int | None) -> tuple[str, str]:
     if " T " in stored.replace("(", " "):
         ours[ours.index("F")] = "(T F)"
     if layers is not None:
-        stored = f"E L {stored[2:]}" if stored.startswith("E ") else f"L {stored}"
+        first, *others = _groups(stored)
+        stored = " ".join([first, "L", *others])
         ours.insert(0, "L")
     return stored, " ".join(ours)
+
+
+def _groups(axes: str) -> list[str]:
+    """The stored axes, those in parentheses as one."""
+    return re.findall(r"\([^)]*\)|\S+", axes)
 
 
 def _sizes(config: MoEConfig, parameter: str, shards: int, layers: int | None) -> dict[str, int]:

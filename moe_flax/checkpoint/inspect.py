@@ -10,7 +10,7 @@ import typing as tp
 
 import numpy as np
 
-from moe_flax.checkpoint.errors import fault
+from moe_flax.checkpoint.errors import fault, reading_config
 from moe_flax.checkpoint.hf_config import load_json
 from moe_flax.checkpoint.quantized import Logical, formats_of
 from moe_flax.checkpoint.reader import INDEX_NAME, Reader, read_index
@@ -60,7 +60,8 @@ def inspect(path: str | os.PathLike[str]) -> list[str]:
     """
     directory = pathlib.Path(path)
     hf_config = load_json(directory)
-    formats = formats_of(hf_config)
+    with reading_config(directory):
+        formats = formats_of(hf_config)
     index = directory / INDEX_NAME
     absent = index.exists() and not any(directory.glob("*.safetensors"))
     stored = None if absent else Reader(directory)

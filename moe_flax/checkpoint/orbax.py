@@ -12,9 +12,9 @@ import shutil
 import typing as tp
 
 from moe_flax.checkpoint import families
-from moe_flax.checkpoint.convert import find_form, without_quantization
-from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.hf_config import load_json, read_config, rewrite_config
+from moe_flax.checkpoint.convert import float_form, without_quantization
+from moe_flax.checkpoint.errors import fault, reading_config
+from moe_flax.checkpoint.hf_config import load_json, read_config, rewrite_config, with_dtype
 from moe_flax.checkpoint.mapping import parameter_shapes
 from moe_flax.checkpoint.modules import parameter_dtype
 from moe_flax.checkpoint.outputs import layer_outputs
@@ -27,12 +27,14 @@ from moe_flax.checkpoint.writer import (
     Output,
     array_output,
     check_target,
+    check_unfinished,
     incomplete,
     write_checkpoint,
 )
 from moe_flax.config import MoEConfig
 
 META_NAME: tp.Final = "moe_flax.json"
+_MARK: tp.Final = "fingerprint"
 _Progress: tp.TypeAlias = tp.Callable[[int], tp.Any]
 
 
@@ -55,14 +57,15 @@ def write_orbax(
     """
     path = pathlib.Path(path).absolute()
     check_target(path)
-    work = incomplete(path)
-    mark = work / "fingerprint"
     cast = conversion_cast(source, dtype)
-    if not mark.is_file() or mark.read_text() != fingerprint:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        mark.write_text(fingerprint)
+    work = incomplete(path)
+    mark = work / _MARK
+    check_unfinished(work, _MARK, {"layers", "rest", "rest.incomplete", META_NAME})
     try:
+        if not mark.is_file() or mark.read_text() != fingerprint:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            mark.write_text(fingerprint)
         for index, bound in source.layers.items():
             target = work / "layers" / f"{index:05d}"
             tree = {
@@ -83,9 +86,13 @@ def write_orbax(
             rest = [cast.rest(source, name) for name in source.rest]
             write_checkpoint(work / "rest", rest, {}, progress=progress)
         meta = {
-            "hf_config": without_quantization(source.hf_config),
+            "hf_config": with_dtype(without_quantization(source.hf_config), dtype),
             "layers": {
-                str(i): {"config": bound.config.to_dict(), "form": bound.form.name}
+                str(i): {
+                    "config": bound.config.to_dict(),
+                    "form": bound.form.floats or bound.form.name,
+                    "prefix": bound.prefix,
+                }
                 for i, bound in source.layers.items()
             },
         }
@@ -94,8 +101,10 @@ def write_orbax(
         if path.exists():
             path.rmdir()
         os.rename(work, path)
-    except Exception:
+    except Exception as error:
         shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise fault(f"cannot be written ({error.strerror})", file=path) from error
         raise
 
 
@@ -121,21 +130,26 @@ def from_orbax(
     """
     root = pathlib.Path(source).absolute()
     meta = load_json(root / META_NAME)
-    row, values = families.resolve(meta["hf_config"])
-    config = read_config(row, values)
+    with reading_config(root / META_NAME):
+        hf_config, layers = meta["hf_config"], dict(meta["layers"])
+        row, values = families.resolve(hf_config)
+        config = read_config(row, values)
     target = families.find(family) if family else row
     outputs: list[Output] = []
-    for number, layer in meta["layers"].items():
-        moe = MoEConfig.from_dict(layer["config"])
-        wanted = find_form(target, form or (layer["form"] if target is row else None))
-        bound = bind(target, wanted, moe, int(number), config.num_layers)
-        parameters = restored_tree(root / "layers" / f"{int(number):05d}")
+    for number, layer in layers.items():
+        with reading_config(root / META_NAME):
+            moe, index = MoEConfig.from_dict(layer["config"]), int(number)
+            stored = layer["form"] if target is row else None
+            prefix = layer["prefix"] if target is row and form in (None, stored) else None
+        wanted = float_form(target, form or stored, None)
+        bound = bind(target, wanted, moe, index, config.num_layers, prefix=prefix)
+        directory = root / "layers" / f"{index:05d}"
+        parameters = restored_tree(directory)
         if set(parameters) != set(parameter_shapes(moe)):
-            raise fault(f"layer {number} lacks parameters", file=root)
+            raise fault(f"lacks parameters of layer {number}, or has others", file=directory)
         outputs += layer_outputs(bound, parameters, {})
     rest = Reader(root / "rest")
     outputs += [array_output(name, rest[name]) for name in rest]
-    hf_config = meta["hf_config"]
     if target is not row:
         hf_config = rewrite_config(target, config, hf_config)
     text = json.dumps(hf_config, indent=2, sort_keys=True).encode() + b"\n"

@@ -114,7 +114,7 @@ class Cast:
         """A tensor that belongs to no layer's parameter."""
         tensor = source.tensors[name]
         dtype = np.dtype(tensor.dtype)
-        if dtype in _FLOATS and len(tensor.shape) > 1:
+        if dtype in _FLOATS and len(tensor.shape) > 1 and not source.is_router(name):
             dtype = self.dtype or (self.quantized if name in source.quantized else dtype)
 
         def chunks() -> list[np.ndarray]:

@@ -374,10 +374,11 @@ class Logical(collections.abc.Mapping[str, tp.Any]):
         for name in tensors:
             if name not in taken and _dtype(tensors, name) in FLOAT8:
                 problem = "has 8-bit floats and no scale that config.json's quantization_config"
-                raise fault(f"{problem} explains", file=file, tensor=name)
+                raise fault(f"{problem} explains", file=_file(tensors, name, file), tensor=name)
         clash = sorted(set(self._quantized) & (set(tensors) - taken))
         if clash:
-            raise fault("is there both quantized and not", file=file, tensor=clash[0])
+            where = _file(tensors, clash[0], file)
+            raise fault("is there both quantized and not", file=where, tensor=clash[0])
         self._plain = [name for name in tensors if name not in taken]
 
     def __getitem__(self, name: str) -> tp.Any:
@@ -406,6 +407,14 @@ def _dtype(tensors: tp.Mapping[str, np.ndarray], name: str) -> np.dtype:
     return info(name).dtype if info else np.dtype(tensors[name].dtype)
 
 
+def _file(
+    tensors: tp.Mapping[str, np.ndarray], name: str, file: str | os.PathLike[str]
+) -> str | os.PathLike[str]:
+    """The file that holds a tensor, where the tensors know; else what errors call them all."""
+    find = getattr(tensors, "file", None)
+    return find(name) if find else file
+
+
 _CODED: tp.Final = {
     "float8": FLOAT8,
     "int8": (np.dtype(np.int8),),
@@ -432,7 +441,8 @@ def _find(
     if form.second:
         keys["second"] = stem + form.second
         if keys["second"] not in tensors:
-            raise fault(f"lacks its second scale {keys['second']!r}", file=file, tensor=name)
+            problem = f"lacks its second scale {keys['second']!r}"
+            raise fault(problem, file=_file(tensors, name, file), tensor=name)
     extra = [_companion(stem, s) for s in form.ignored]
     extra += [stem.removesuffix("weight") + "input_scale", stem + "_input_scale"]
     extra += [stem.removesuffix("weight") + "input_global_scale"]

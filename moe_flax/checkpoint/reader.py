@@ -42,6 +42,7 @@ DTYPES: tp.Final[dict[str, np.dtype]] = {
 MAX_HEADER_BYTES = 100_000_000  # the bound of the reference implementation
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
 
 
 class TensorInfo(tp.NamedTuple):
@@ -144,20 +145,29 @@ def read_header(file: pathlib.Path) -> dict[str, TensorInfo]:
     return infos
 
 
+def is_inside(directory: pathlib.Path, path: pathlib.Path) -> bool:
+    """Whether a file lies in a checkpoint's directory once links are followed.
+
+    The hub's cache links a model's snapshots to its ../../blobs; these count as inside.
+    """
+    root, target = directory.resolve(), path.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    return any(target.is_relative_to(each) for each in roots)
+
+
 def _shard_path(directory: pathlib.Path, name: tp.Any, index: pathlib.Path) -> pathlib.Path:
     """Resolves a shard's name from an index; it may not lead out of the directory."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise fault(f"shard name {name!r} is no file name", file=index)
-    roots = [directory.resolve()]
-    if roots[0].parent.name == "snapshots":  # the hub's cache links snapshots to ../../blobs
-        roots.append(roots[0].parent.parent / "blobs")
     path = directory / name
     inside = not pathlib.PurePath(name).is_absolute() and ".." not in pathlib.PurePath(name).parts
     try:
-        target = path.resolve()
+        inside = inside and is_inside(directory, path)
     except (OSError, RuntimeError, ValueError) as error:  # such as half a character
         raise fault(f"shard {name!r} cannot be resolved ({error})", file=index) from None
-    if not inside or not any(target.is_relative_to(root) for root in roots):
+    if not inside:
         raise fault(f"shard {name!r} lies outside the checkpoint's directory", file=index)
     if not path.is_file():
         raise fault(f"shard {name!r} is missing", file=index)
@@ -227,6 +237,11 @@ class Reader(collections.abc.Mapping[str, np.ndarray]):
                     raise fault(f"also in {self._where[name][0].name}", file=file, tensor=name)
                 self._where[name] = (file, TensorInfo(array.dtype, array.shape, 0, array.nbytes))
                 self._arrays[name] = array
+        index = self.directory / _TORCH_INDEX_NAME
+        for name, shard in read_index(self.directory, index).items() if index.exists() else ():
+            if name not in self._where or self._where[name][0] != self.directory / shard:
+                problem = "the index names it, the shard lacks it"
+                raise fault(problem, file=self.directory / shard, tensor=name)
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name in self._arrays:
@@ -261,7 +276,7 @@ class Reader(collections.abc.Mapping[str, np.ndarray]):
 
 def _torch_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """The pytorch_model.bin files of a directory that has no safetensors ones."""
-    index = directory / "pytorch_model.bin.index.json"
+    index = directory / _TORCH_INDEX_NAME
     if next(directory.glob("*.safetensors"), None) or (directory / INDEX_NAME).exists():
         return []
     if index.exists():
@@ -289,12 +304,19 @@ def load_torch(file: pathlib.Path) -> dict[str, np.ndarray]:
     for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
         if not isinstance(tensor, torch.Tensor):
             raise fault(f"is a {type(tensor).__name__}, no tensor", file=file, tensor=str(name))
-        kind = str(tensor.dtype).removeprefix("torch.")
-        if kind in _TORCH_BITS:  # NumPy itself has no such dtype
-            bits, dtype = _TORCH_BITS[kind]
-            found[name] = tensor.contiguous().view(getattr(torch, bits)).numpy().view(dtype)
-        else:
-            found[name] = tensor.numpy()
+        if not isinstance(name, str):
+            raise fault("its name is no string", file=file, tensor=repr(name))
+        bits, dtype = _TORCH_BITS.get(str(tensor.dtype).removeprefix("torch."), ("", None))
+        try:
+            values = tensor.detach().contiguous()
+            array = values.view(getattr(torch, bits)).numpy() if bits else values.numpy()
+        except (RuntimeError, TypeError) as error:  # sparse, quantized by torch, or on no device
+            problem = f"{tensor.dtype} in layout {tensor.layout} is not read here ({error})"
+            raise fault(problem, file=file, tensor=name) from None
+        array = array if dtype is None else array.view(dtype)
+        if array.dtype not in DTYPES.values():
+            raise fault(f"{tensor.dtype} is not read here", file=file, tensor=name)
+        found[name] = array
     if not found:
         raise fault("holds no tensors by name", file=file)
     return found

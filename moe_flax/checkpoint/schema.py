@@ -265,12 +265,15 @@ class Form:
       entries: where each parameter lies.
       prefix: the layer prefix that it is written under, where that is not the family's first.
       on_request: its keys are those of another form, so it is taken only where asked for by name.
+      floats: the form that the same weights have as floats, where this one's keys are of values
+        of few bits alone.
     """
 
     name: str
     entries: tuple[Entry, ...]
     prefix: str = ""
     on_request: bool = False
+    floats: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ are those of any NumPy array in Orbax (Zarr, not compressed), so plain Orbax res
 """
 
 import concurrent.futures
+import contextlib
 import pathlib
 import typing as tp
 
@@ -51,8 +52,8 @@ class Streamed:
         """Writes it as a Zarr array; returns when it is on the disk."""
         rows = 1 if self.by_row else self.shape[0]
         layout = {"compressor": None, "chunks": [rows, *self.shape[1:]]}
-        store = tensorstore.open(
-            _spec(directory) | {"metadata": layout},
+        store = tensorstore.open(  # zeros too: a chunk that is not there is then a lost one
+            _spec(directory) | {"metadata": layout, "store_data_equal_to_fill_value": True},
             create=True,
             open=True,
             shape=self.shape,
@@ -140,16 +141,29 @@ class Restored:
         if self._store is None:
             row = int(np.prod(self.shape[1:])) * self.dtype.itemsize
             pool = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2 * row}})
-            spec = _spec(self._directory / self.name)
-            self._store = tensorstore.open(spec, open=True, context=pool).result()
-        out[...] = self._store[index].read().result()
+            spec = _spec(self._directory / self.name) | {"fill_missing_data_reads": False}
+            with self._naming_errors():
+                self._store = tensorstore.open(spec, open=True, context=pool).result()
+        with self._naming_errors():
+            out[...] = self._store[index].read().result()
+
+    @contextlib.contextmanager
+    def _naming_errors(self) -> tp.Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:  # what TensorStore makes of files lost or broken
+            problem = f"cannot be read ({error})"
+            raise fault(problem, file=self._directory, tensor=self.name) from None
 
 
 def restored_tree(path: pathlib.Path) -> dict[str, Restored]:
     """The leaves of a checkpoint that `save_tree` wrote, by name."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.metadata(path).item_metadata
-    return {
-        name: Restored(path, name, tuple(meta.shape), np.dtype(meta.dtype))
-        for name, meta in dict(found).items()
-    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = dict(checkpointer.metadata(path).item_metadata)
+        return {
+            name: Restored(path, name, tuple(meta.shape), np.dtype(meta.dtype))
+            for name, meta in found.items()
+        }
+    except Exception as error:  # Orbax has no error of its own
+        raise fault(f"is no Orbax checkpoint that can be read ({error})", file=path) from error

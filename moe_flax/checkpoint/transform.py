@@ -11,14 +11,14 @@ import typing as tp
 import numpy as np
 
 from moe_flax.checkpoint import families
-from moe_flax.checkpoint.convert import find_form, without_quantization
+from moe_flax.checkpoint.convert import float_form, without_quantization
 from moe_flax.checkpoint.encode import SCHEMES, quantize, scale_shape
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.hf_config import float_dtype, rewrite_config
+from moe_flax.checkpoint.hf_config import float_dtype, rewrite_config, with_dtype
 from moe_flax.checkpoint.layouts import PARAMETER_AXES
 from moe_flax.checkpoint.mapping import Index, Parameter
 from moe_flax.checkpoint.outputs import Cast, layer_outputs
-from moe_flax.checkpoint.reader import INDEX_NAME
+from moe_flax.checkpoint.reader import INDEX_NAME, is_inside
 from moe_flax.checkpoint.source import Layer, Source, bind
 from moe_flax.checkpoint.writer import DEFAULT_SHARD_BYTES, Output, write_checkpoint
 
@@ -93,6 +93,8 @@ class Plan:
                     after = f"{entry.parameter} [{PARAMETER_AXES[entry.parameter]}]"
                 yield f"  {_template(old, before.key, before.branches)} [{before.axes}] -> {after}"
         yield f"passed through: {len(self.source.rest)} tensors"
+        if self.source.beyond:
+            yield f"past the last layer, passed through as well: {ranges(self.source.beyond)}"
 
     def _groups(self) -> tp.Iterator[tuple[list[int], tuple[Layer, Layer]]]:
         def kind(index: int) -> tuple[str, str]:
@@ -152,9 +154,9 @@ def plan(
     errors: dict[int, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
     for index, bound in source.layers.items():
         target = bound
-        if not same or form not in (None, bound.form.name):
-            wanted = find_form(row, form)
+        if not same or form not in (None, bound.form.name) or bound.form.floats:
             origin = bound if same else None
+            wanted = float_form(row, form, origin)
             target = bind(row, wanted, bound.config, index, source.config.num_layers, origin)
         parameters: dict[str, Parameter] = {}
         for name, parameter in source.parameters(index).items():
@@ -169,11 +171,13 @@ def plan(
         outputs += written
     for name in source.rest:
         outputs.append(cast.rest(source, name))
-    hf_config = without_quantization(source.hf_config)
+    hf_config = with_dtype(without_quantization(source.hf_config), dtype)
     if not same:
         hf_config = rewrite_config(row, source.config, source.hf_config)
     if scheme is not None:
-        hf_config = {**hf_config, "quantization_config": dict(SCHEMES[scheme].config)}
+        left = [o.name.removesuffix(".weight") for o in outputs if _is_linear(o)]
+        announced = {**SCHEMES[scheme].config, SCHEMES[scheme].ignore: left}
+        hf_config = {**hf_config, "quantization_config": announced}
     options = {"family": row.name, "form": form, "dtype": str(cast), "scheme": scheme}
     return Plan(
         source,
@@ -184,6 +188,12 @@ def plan(
         errors,
         json.dumps([options, _identity(pathlib.Path(source.file))]),
     )
+
+
+def _is_linear(output: Output) -> bool:
+    """Whether readers may take a tensor for a matrix that is quantized unless they are told."""
+    floats = output.dtype.kind == "f" or output.dtype.name == "bfloat16"
+    return floats and len(output.shape) == 2 and output.name.endswith(".weight")
 
 
 def conversion_cast(source: Source, dtype: tp.Any) -> Cast:
@@ -244,11 +254,18 @@ def _pair(output: Output, scheme: str, error: np.ndarray) -> list[Output]:
 def _side_files(directory: pathlib.Path) -> dict[str, bytes]:
     """The small files beside the weights: tokenizer, generation settings, licence."""
     skipped = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json"}
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(directory.glob("*"))
-        if path.suffix in _COPIED and path.name not in skipped and path.stat().st_size < 1 << 28
-    }
+    found: dict[str, bytes] = {}
+    for path in sorted(directory.glob("*")):
+        if path.suffix not in _COPIED or path.name in skipped or path.is_dir():
+            continue
+        try:
+            if not is_inside(directory, path):
+                raise fault("links out of the checkpoint's directory; remove the link", file=path)
+            if path.stat().st_size < 1 << 28:
+                found[path.name] = path.read_bytes()
+        except (OSError, RuntimeError) as error:  # such as a link to nothing, or to itself
+            raise fault(f"cannot be read ({error})", file=path) from None
+    return found
 
 
 def _identity(directory: pathlib.Path) -> list[tuple[str, int, int]]:

@@ -125,6 +125,24 @@ def incomplete(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(path.name + ".incomplete")
 
 
+def check_unfinished(work: pathlib.Path, mark: str, known: tp.Collection[str]) -> None:
+    """Raises a CheckpointError where what lies in an unfinished checkpoint's place is not one.
+
+    Args:
+      work: the place, see `incomplete`; what is there may be thrown away afterwards.
+      mark: a file that a run makes first and removes last.
+      known: other names that a run makes.
+    """
+    problem = "is in the way of an unfinished checkpoint and is none; move it elsewhere"
+    if work.is_symlink() or (work.exists() and not work.is_dir()):
+        raise fault(problem, file=work)
+    if not work.exists() or (work / mark).is_file():
+        return
+    names = {path.name.removesuffix(".partial") for path in work.iterdir()}
+    if names - {mark, *known}:
+        raise fault(problem, file=work)
+
+
 def check_target(path: pathlib.Path) -> None:
     """Raises a CheckpointError where something is at the target already."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -166,6 +184,7 @@ def write_checkpoint(
     check_target(path)
     shards = plan_shards(outputs, shard_bytes)
     work = incomplete(path)
+    check_unfinished(work, _PLAN_NAME, {*shards, *files, INDEX_NAME})
     digest = hashlib.sha256(fingerprint.encode())
     for shard, group in shards.items():
         digest.update(shard.encode() + _header(group))
@@ -199,6 +218,8 @@ def write_checkpoint(
     except BaseException as error:
         if isinstance(error, Exception) or not fingerprint:  # an interrupt is continued later
             shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise fault(f"cannot be written ({error.strerror})", file=path) from error
         raise
 
 
