@@ -8,7 +8,6 @@ PATH/rest/                safetensors: every other tensor
 import json
 import os
 import pathlib
-import shutil
 import typing as tp
 
 from moe_flax.checkpoint import families
@@ -28,6 +27,7 @@ from moe_flax.checkpoint.writer import (
     array_output,
     check_target,
     check_unfinished,
+    discard,
     incomplete,
     write_checkpoint,
 )
@@ -63,7 +63,7 @@ def write_orbax(
     check_unfinished(work, _MARK, {"layers", "rest", "rest.incomplete", META_NAME})
     try:
         if not mark.is_file() or mark.read_text() != fingerprint:
-            shutil.rmtree(work, ignore_errors=True)
+            discard(work, _MARK)
             work.mkdir(parents=True)
             mark.write_text(fingerprint)
         for index, bound in source.layers.items():
@@ -102,7 +102,7 @@ def write_orbax(
             path.rmdir()
         os.rename(work, path)
     except Exception as error:
-        shutil.rmtree(work, ignore_errors=True)
+        discard(work, _MARK)
         if isinstance(error, OSError):
             raise fault(f"cannot be written ({error.strerror})", file=path) from error
         raise

@@ -143,6 +143,16 @@ def check_unfinished(work: pathlib.Path, mark: str, known: tp.Collection[str]) -
         raise fault(problem, file=work)
 
 
+def discard(work: pathlib.Path, mark: str) -> None:
+    """Removes an unfinished checkpoint, what marks it as one last."""
+    for path in work.iterdir() if work.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != mark:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
+
+
 def check_target(path: pathlib.Path) -> None:
     """Raises a CheckpointError where something is at the target already."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -193,7 +203,7 @@ def write_checkpoint(
         or not (work / _PLAN_NAME).is_file()
         or (work / _PLAN_NAME).read_text() != digest.hexdigest()
     ):
-        shutil.rmtree(work, ignore_errors=True)
+        discard(work, _PLAN_NAME)
     try:
         work.mkdir(parents=True, exist_ok=True)
         _replace_bytes(work / _PLAN_NAME, digest.hexdigest().encode())
@@ -217,7 +227,7 @@ def write_checkpoint(
         _sync_directory(path.parent)
     except BaseException as error:
         if isinstance(error, Exception) or not fingerprint:  # an interrupt is continued later
-            shutil.rmtree(work, ignore_errors=True)
+            discard(work, _PLAN_NAME)
         if isinstance(error, OSError):
             raise fault(f"cannot be written ({error.strerror})", file=path) from error
         raise

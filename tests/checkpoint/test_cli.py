@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from golden import FIXTURES, config_of, fixture, relative_error, tensors_of, write
+from test_kept import gpt_oss
 
+from moe_flax.checkpoint import load, load_parameters, save
 from moe_flax.checkpoint.encode import SCHEMES, quantize
 from moe_flax.checkpoint.errors import CheckpointError
 from moe_flax.checkpoint.mapping import read
@@ -356,3 +359,158 @@ def test_quantizing_anew_is_from_exact_values(tmp_path):
             np.testing.assert_array_equal(found[name + "_scale"], scales)
         else:
             assert found[name].dtype == ml_dtypes.bfloat16
+
+
+def test_mxfp4_becomes_floats_under_the_names_of_floats(tmp_path, capsys):
+    """Not floats under ..._blocks, which whoever reads them takes for packed values."""
+    tensors, config = gpt_oss()
+    source = write(tmp_path / "s", tensors, config)
+    exact = load_parameters(source, 0)
+    assert main(["convert", str(source), str(tmp_path / "m")]) == 0
+    assert main(["convert", str(source), str(tmp_path / "o"), "--to", "orbax"]) == 0
+    assert main(["convert", "--from-orbax", str(tmp_path / "o"), str(tmp_path / "back")]) == 0
+    save(tmp_path / "saved", load(source))
+    for name in ("m", "back", "saved"):
+        assert "model.layers.0.mlp.experts.gate_up_proj" in tensors_of(tmp_path / name)
+        assert not any("_blocks" in key for key in tensors_of(tmp_path / name))
+        found = load_parameters(tmp_path / name, 0)
+        for key, value in exact.items():
+            wanted = value if name == "saved" else value.astype(found[key].dtype)
+            np.testing.assert_array_equal(found[key], wanted)
+    capsys.readouterr()
+    assert main(["convert", str(source), str(tmp_path / "n"), "--form", "mxfp4"]) == 1
+    assert "holds quantized weights" in capsys.readouterr().err
+
+
+def test_prefixes_survive_orbax(tmp_path):
+    tensors, config = fixture("qwen3_moe-plain")
+    moved = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
+    source = write(tmp_path / "s", moved, config)
+    assert main(["convert", str(source), str(tmp_path / "o"), "--to", "orbax"]) == 0
+    assert main(["convert", "--from-orbax", str(tmp_path / "o"), str(tmp_path / "m")]) == 0
+    found = tensors_of(tmp_path / "m")
+    assert set(found) == set(moved)
+    for key, value in moved.items():
+        np.testing.assert_array_equal(found[key], value)
+
+
+@pytest.fixture
+def orbax(tmp_path):
+    tensors, config = fixture("deepseek_v3-plain")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = {**tensors, bias: np.zeros_like(tensors[bias])}  # zeros are chunks as well
+    source = write(tmp_path / "s", tensors, config)
+    assert main(["convert", str(source), str(tmp_path / "o"), "--to", "orbax"]) == 0
+    return tmp_path / "o"
+
+
+@pytest.mark.parametrize("lost", ["experts.wi/3.0.0.0", "router.correction_bias/0"])
+def test_a_lost_chunk_is_never_zeros(tmp_path, capsys, orbax, lost):
+    (orbax / "layers" / "00001" / lost).unlink()
+    assert main(["convert", "--from-orbax", str(orbax), str(tmp_path / "m")]) == 1
+    assert f"tensor {lost.split('/')[0]!r}: cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("broken", ["metadata", "layer", "meta", "no layers", "rest", "none"])
+def test_broken_orbax_input_is_named(tmp_path, capsys, orbax, broken):
+    if broken == "metadata":
+        (orbax / "layers" / "00001" / "_METADATA").write_text("{")
+    elif broken == "layer":
+        shutil.rmtree(orbax / "layers" / "00001")
+    elif broken == "meta":
+        (orbax / "moe_flax.json").write_text('{"hf_config": {"model_type": "deepseek_v3"}}')
+    elif broken == "no layers":
+        meta = json.loads((orbax / "moe_flax.json").read_text())
+        (orbax / "moe_flax.json").write_text(json.dumps({**meta, "layers": {"1": {"form": 3}}}))
+    elif broken == "rest":
+        shutil.rmtree(orbax / "rest")
+    else:
+        shutil.rmtree(orbax)
+    assert main(["convert", "--from-orbax", str(orbax), str(tmp_path / "m")]) == 1
+    assert str(orbax) in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_routers_past_the_last_layer_keep_their_dtype_and_are_reported(tmp_path, capsys):
+    tensors, config = fixture("deepseek_v3-plain")
+    block = {k: v for k, v in tensors.items() if "layers.1." in k}
+    tensors = tensors | {k.replace("layers.1.", "layers.2."): v for k, v in block.items()}
+    source = write(tmp_path / "s", tensors, config)
+    assert main(["convert", str(source), str(tmp_path / "m"), "--dtype", "bfloat16"]) == 0
+    assert "layers 2 are past config.json's last one" in capsys.readouterr().err
+    found = tensors_of(tmp_path / "m")
+    assert set(found) == set(tensors)
+    assert found["model.layers.2.mlp.gate.weight"].dtype == np.float32
+    assert found["model.layers.2.mlp.experts.0.up_proj.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_config_names_the_dtype_that_was_asked_for(tmp_path):
+    tensors, config = fixture("deepseek_v3-plain")
+    config = {**config, "torch_dtype": "torch.float32", "vision_config": {"dtype": "float32"}}
+    source = write(tmp_path / "s", tensors, config)
+    assert main(["convert", str(source), str(tmp_path / "m"), "--dtype", "bfloat16"]) == 0
+    written = config_of(tmp_path / "m")
+    assert written["torch_dtype"] == "torch.bfloat16"
+    assert written["vision_config"] == {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_what_is_not_quantized_is_announced(tmp_path, scheme):
+    assert main(["convert", str(DEEPSEEK), str(tmp_path / "m"), "--quantize", scheme]) == 0
+    announced = config_of(tmp_path / "m")["quantization_config"][SCHEMES[scheme].ignore]
+    for name, value in Reader(tmp_path / "m").items():
+        if name.endswith(".weight") and value.ndim == 2:
+            left = value.dtype == np.float32
+            assert (name.removesuffix(".weight") in announced) == left, name
+    assert "model.layers.1.mlp.gate" in announced
+
+
+def test_links_out_of_the_directory_are_refused(tmp_path, capsys):
+    tensors, config = fixture("deepseek_v3-plain")
+    source = write(tmp_path / "s", tensors, config)
+    (tmp_path / "secret").write_text("secret")
+    for target in (tmp_path / "secret", tmp_path / "nothing"):
+        link = source / "tokenizer.json"
+        link.symlink_to(target)
+        assert main(["convert", str(source), str(tmp_path / "m")]) == 1
+        assert "tokenizer.json: links out of" in capsys.readouterr().err
+        assert not (tmp_path / "m").exists()
+        link.unlink()
+    (source / "tokenizer.json").symlink_to(source / "config.json")
+    (source / "folder.json").mkdir()
+    assert main(["convert", str(source), str(tmp_path / "m")]) == 0
+    assert (tmp_path / "m" / "tokenizer.json").is_file()
+    assert not (tmp_path / "m" / "tokenizer.json").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        "fp8", 3, {"quant_method": None}, {"quant_method": ["fp8"]},
+        {"quant_method": "fp8", "weight_block_size": [0, 128]},
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "compressed-tensors", "config_groups": [1]},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": ["x"]}}},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": "x"},
+    ],
+)  # fmt: skip
+def test_odd_quantization_is_an_error_that_names_the_checkpoint(tmp_path, capsys, quantization):
+    tensors, config = fixture("deepseek_v3-plain")
+    source = write(tmp_path / "s", tensors, {**config, "quantization_config": quantization})
+    for command in (["inspect", str(source)], ["convert", str(source), str(tmp_path / "m")]):
+        assert main(command) == 1, command
+        assert str(source) in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_fp8_without_its_scale_names_file_and_tensor(tmp_path, capsys):
+    source, _ = quantized_source(tmp_path)
+    tensors = dict(Reader(source))
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
+    source = write(tmp_path / "again", tensors, config_of(source), shards=2)
+    assert main(["convert", str(source), str(tmp_path / "m")]) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"model-0000\d-of-0000\d\.safetensors: tensor '.*experts\.3\.up_proj", error)
+    assert not (tmp_path / "m").exists()

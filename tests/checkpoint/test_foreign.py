@@ -83,13 +83,15 @@ def test_tensor_parallel_shards_each_hold_gate_and_up():
         to_layout(mine, config, "tpu_inference_w13", shards=3)
 
 
-def test_scanned_layers_follow_the_experts():
+def test_scanned_layers_are_the_second_axis():
     config = config_for("maxtext")
     mine = [random(config, i) for i in range(3)]
     theirs = to_layout(mine, config, "maxtext")
     assert theirs["wi_0"].shape == (4, 3, 6, 8)
     np.testing.assert_array_equal(theirs["wi_1"][:, 2], mine[2]["experts.wi"][:, 1])
-    np.testing.assert_array_equal(theirs["gate.kernel"][1], mine[1]["router.kernel"])
+    assert theirs["gate.kernel"].shape == (6, 3, 4)
+    np.testing.assert_array_equal(theirs["gate.kernel"][:, 1], mine[1]["router.kernel"])
+    np.testing.assert_array_equal(theirs["gate.bias"][:, 1], mine[1]["router.correction_bias"])
 
 
 def test_openai_names_interleave_weights_and_biases():
@@ -112,8 +114,7 @@ def test_maxtext_takes_gate_and_up_from_one_stored_tensor(layers):
     theirs = to_layout(mine if layers else mine[0], config, "maxtext")
     for i in range(layers or 1):
         block = f"model.layers.{i}.mlp."
-        here = {k: v[:, i] if k[:2] in ("wi", "wo") else v[i] for k, v in theirs.items()}
-        here = here if layers else theirs
+        here = {k: v[:, i] for k, v in theirs.items()} if layers else theirs
         for branch in (0, 1):
             for name, key in (
                 (f"wi_{branch}", "gate_up_proj"),

@@ -233,3 +233,39 @@ def test_a_pickle_never_runs(tmp_path):
     with pytest.raises(CheckpointError, match="cannot load it safely"):
         Reader(tmp_path)
     assert not mark.exists()
+
+
+@pytest.mark.parity
+def test_torch_tensors_of_every_kind(tmp_path):
+    import torch
+
+    shared = torch.arange(12.0).reshape(3, 4)
+    torch.save(
+        {"p": torch.nn.Parameter(torch.ones(2)), "t": shared.T, "v": shared[1:], "n": shared},
+        tmp_path / "pytorch_model.bin",
+    )
+    reader = Reader(tmp_path)
+    np.testing.assert_array_equal(reader["t"], shared.T.numpy())
+    np.testing.assert_array_equal(reader["v"], shared[1:].numpy())
+    assert reader["p"].tolist() == [1, 1]
+    assert all(reader[name].flags.c_contiguous for name in reader)
+    for bad, problem in (
+        ({"a": torch.ones(2, 2).to_sparse()}, r"tensor 'a': .*sparse"),
+        ({"state_dict": {"a": torch.ones(2)}}, r"tensor 'state_dict': is a dict"),
+        ({3: torch.ones(2)}, r"tensor '3': its name is no string"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, r"tensor 'a': torch\.complex128"),
+    ):
+        torch.save(bad, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=problem):
+            Reader(tmp_path)
+
+
+@pytest.mark.parity
+def test_torch_index_names_what_a_shard_lacks(tmp_path):
+    import torch
+
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.bin")
+    index = {"weight_map": {"a": "a.bin", "b": "a.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"a\.bin: tensor 'b': .*shard lacks it"):
+        Reader(tmp_path)
