@@ -44,7 +44,8 @@ $(TPU_VENV)/.installed: pyproject.toml
 	touch $@
 
 test-tpu-compile: $(TPU_VENV)/.installed  ## layers compiled for TPUs that are not there
-	$(TPU_VENV)/bin/python -m pytest -m tpu tests/test_compile_report.py --timeout 900
+	$(TPU_VENV)/bin/python -m pytest -m tpu --timeout 900 \
+		tests/test_compile_report.py tests/kernels/test_grouped_matmul_tpu.py
 
 $(VENV)/.parity: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --editable '.[test,parity]'

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 
-def _mask_rows(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def mask_rows(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Zeroes the rows past the end, which XLA's kernels may read or leave unwritten."""
     inside = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
     return jnp.where(inside.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
@@ -33,7 +33,7 @@ def grouped_product(
     rhs_axis = rhs.ndim - 1 if transpose_rhs else rhs.ndim - 2
     contracting = ((1, 2), (1, rhs_axis)) if lhs.ndim == 3 else ((1,), (rhs_axis,))
     out = _ragged_dot(lhs, rhs, group_sizes, contracting, [0], preferred_element_type)
-    return _mask_rows(out, group_sizes)
+    return mask_rows(out, group_sizes)
 
 
 def row_contraction(
@@ -43,6 +43,6 @@ def row_contraction(
     preferred_element_type: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """See `moe_flax.kernels.grouped_matmul.api.Backend`."""
-    lhs, grad = _mask_rows(lhs, group_sizes), _mask_rows(grad, group_sizes)
+    lhs, grad = mask_rows(lhs, group_sizes), mask_rows(grad, group_sizes)
     out = _ragged_dot(lhs, grad, group_sizes, ((0,), (0,)), [], preferred_element_type)
     return jnp.moveaxis(out, 2, 1) if grad.ndim == 3 else out
