@@ -52,8 +52,8 @@ class Streamed:
         """Writes it as a Zarr array; returns when it is on the disk."""
         rows = 1 if self.by_row else self.shape[0]
         layout = {"compressor": None, "chunks": [rows, *self.shape[1:]]}
-        store = tensorstore.open(  # zeros too: a chunk that is not there is then a lost one
-            _spec(directory) | {"metadata": layout, "store_data_equal_to_fill_value": True},
+        store = tensorstore.open(
+            _spec(directory) | {"metadata": layout},
             create=True,
             open=True,
             shape=self.shape,

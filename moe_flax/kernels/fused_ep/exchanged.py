@@ -18,8 +18,9 @@ from moe_flax.kernels.fused_ep.call import (
     size_up,
 )
 from moe_flax.kernels.fused_ep.kernel import STATS, fused_ffn
+from moe_flax.kernels.fused_ep.pack import EIGHT, pack_rows, unpack_rows
 from moe_flax.kernels.fused_ep.plan import exchange_plan, most_received
-from moe_flax.kernels.fused_ep.rows import pack_rows, unpack_rows
+from moe_flax.kernels.fused_ep.rows import LANES, round_up
 from moe_flax.kernels.grouped_matmul.api import grouped_matmul
 from moe_flax.quantize import dequantize
 from moe_flax.varying import align_varying
@@ -40,7 +41,7 @@ def _sized(call: Call, rows, parameters) -> tuple[Sized, Parameters]:
 def _forward(call: Call, rows, parameters: Parameters, counts):
     sized, parameters = _sized(call, rows, parameters)
     wi, wo = kernel_operands(sized.ffn, parameters)
-    packed = pack_rows(rows)
+    packed = pack_rows(rows, interpret=call.interpret)
 
     def run(home, window):
         return fused_ffn(
@@ -68,12 +69,12 @@ def _forward(call: Call, rows, parameters: Parameters, counts):
             return home, stats, window + sized.capacity
 
         last = _most_received(counts)
-        start = jnp.zeros_like(packed), jnp.zeros(len(STATS), jnp.int32), jnp.int32(0)
+        start = packed, jnp.zeros(len(STATS), jnp.int32), jnp.int32(0)
         start = tuple(align_varying(*start, packed)[:3])
         home, stats, _ = jax.lax.while_loop(lambda state: state[2] < last, one, start)
     if call.traffic:
         return stats
-    return unpack_rows(home, rows.shape[1], rows.dtype)
+    return unpack_rows(home, rows.shape, rows.dtype, interpret=call.interpret)
 
 
 def _most_received(counts) -> jax.Array:
@@ -107,24 +108,24 @@ def _exchanged_backward(call: Call, residuals, grad):
     features, dtype, backend = rows.shape[1], rows.dtype, products_backend(call)
     sized, _ = _sized(call, rows, parameters)
     exchange, interpret = sized.exchange, call.interpret
-    both = jnp.concatenate([pack_rows(rows), pack_rows(grad.astype(dtype))], axis=2)
-    words = both.shape[2] // 2
+    wide, capacity = round_up(features, LANES), round_up(sized.capacity, EIGHT)
+    sides = [jnp.pad(x, ((0, 0), (0, wide - features))) for x in (rows, grad.astype(dtype))]
+    both = pack_rows(jnp.concatenate(sides, axis=1), interpret=interpret)
 
     def one(home, window):
         plan = _plan(sized, call, counts, window)
-        received = transfer.dispatch(exchange, plan, both, sized.capacity, interpret=interpret)
-        x, g = (  # past the last row they hold anything: grouped products do not look there
-            unpack_rows(half, features, dtype)
-            for half in (received[:, :, :words], received[:, :, words:])
-        )
+        received = transfer.dispatch(exchange, plan, both, capacity, interpret=interpret)
+        received = unpack_rows(received, (capacity, 2 * wide), dtype, interpret=interpret)
+        # Past the last row they hold anything: grouped products do not look there.
+        x, g = received[:, :features], received[:, wide : wide + features]
         ffn = functools.partial(_ffn, call, sizes=plan.expert_rows, backend=backend)
         _, pullback = jax.vjp(ffn, x, parameters)
         x_grad, grads = pullback(g)
-        packed = pack_rows(x_grad)
+        packed = pack_rows(x_grad, interpret=interpret)
         home = transfer.give_back(exchange, plan, packed, home, interpret=interpret)
         return home, grads
 
-    home = jnp.zeros_like(pack_rows(rows))
+    home = pack_rows(jnp.zeros_like(rows), interpret=interpret)
     if sized.single_pass:
         home, grads = one(home, 0)
     else:
@@ -154,7 +155,7 @@ def _exchanged_backward(call: Call, residuals, grad):
                 for s, p in zip(sums, parameters, strict=True)
             )
         )
-    return unpack_rows(home, features, dtype), grads, None
+    return unpack_rows(home, rows.shape, dtype, interpret=interpret), grads, None
 
 
 def _no_gradient(parameter):

@@ -1,4 +1,4 @@
-"""Packed rows."""
+"""Packed rows: the plain forms that the kernels are held against."""
 
 import jax
 import jax.numpy as jnp
