@@ -16,8 +16,7 @@ from moe_flax.checkpoint.errors import CheckpointError, fault
 from moe_flax.checkpoint.inspect import inspect, size
 from moe_flax.checkpoint.orbax import from_orbax, write_orbax
 from moe_flax.checkpoint.source import open_source
-from moe_flax.checkpoint.transform import plan, ranges
-from moe_flax.checkpoint.writer import incomplete
+from moe_flax.checkpoint.transform import beyond_line, plan
 from moe_flax.config import MoEConfig
 
 
@@ -136,12 +135,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         print(f"writes {size(planned.nbytes)} in {len(planned.outputs)} tensors; nothing written")
         return
     if source.beyond:
-        print(
-            f"moe-flax: layers {ranges(source.beyond)} are past config.json's last one: passed on"
-            " as they are",
-            file=sys.stderr,
-        )
-    continued = incomplete(arguments.target).is_dir()
+        print(f"moe-flax: {beyond_line(source)}", file=sys.stderr)
     with _bar(planned.nbytes) as bar:
         if arguments.to == "orbax":
             write_orbax(
@@ -153,12 +147,10 @@ def _convert(arguments: argparse.Namespace) -> None:
             )
         else:
             planned.write(arguments.target, shard_bytes=arguments.shard_size, progress=bar.update)
-    for layer, (error, weight) in sorted(planned.errors.items()):
-        if weight:
-            relative = (error / weight) ** 0.5
-            print(f"layer {layer}: relative error of {arguments.quantize} {relative:.3g}")
-    if planned.errors and continued:
-        print("these errors are of what this run wrote; an earlier one had written the rest")
+    for layer, error in planned.errors.relative().items():
+        print(f"layer {layer}: relative error of {arguments.quantize} {error:.3g}")
+    if arguments.quantize and not planned.errors.total:
+        print("relative errors are not known: a run before, cut off at its end, has measured them")
 
 
 def _compile(arguments: argparse.Namespace) -> None:

@@ -294,12 +294,17 @@ def target_layers(checkpoint: Checkpoint, row: Family, form: str | None) -> dict
         origin = checkpoint.origin.get(index)
         if origin is not None and origin.config.family != row.name:
             origin = None
-        if origin is not None and form in (None, origin.form.name):
-            kept = not checkpoint.quantized.keys().isdisjoint(origin.keys)
-            if kept or not origin.form.floats:
-                bound[index] = origin
-                continue
-        wanted, count = float_form(row, form, origin), checkpoint.config.num_layers
+        count = checkpoint.config.num_layers
+        held = origin is not None and any(key in checkpoint.quantized for key in origin.keys)
+        if (
+            origin is not None
+            and form in (None, origin.form.name)
+            and (held or not origin.form.floats)
+        ):
+            bound[index] = origin
+            continue
+        back = origin.form if origin is not None and origin.form.floats else None
+        wanted = float_form(row, form, back)
         bound[index] = bind(row, wanted, module.config, index, count, origin)
     return bound
 
@@ -313,21 +318,19 @@ def find_form(row: Family, name: str | None) -> Form:
     raise fault(f"family {row.name} has no form {name!r}; it has {names}")
 
 
-def float_form(row: Family, name: str | None, origin: Layer | None) -> Form:
-    """The form for a layer of floats: the one named, or that of where it lay, or the first.
+def float_form(row: Family, name: str | None, own: Form | None = None) -> Form:
+    """The form that holds float weights: the one of this name, else the layer's own.
 
     Raises:
-      CheckpointError: there is no such form, or what is named has keys for quantized weights alone.
+      CheckpointError: the form of this name holds quantized weights alone.
     """
-    if name is None and origin is not None and origin.form.floats:
-        name = origin.form.floats
-    form = find_form(row, name)
-    if form.floats:
+    form = own if name is None and own is not None else find_form(row, name)
+    if form.floats and name is not None:
         raise fault(
-            f"form {form.name} of {row.name} holds quantized weights, and these are floats;"
-            f" write form {form.floats}"
+            f"form {name} of family {row.name} holds quantized weights, and these are floats;"
+            f" write form {form.floats}, or keep them quantized (load and save)"
         )
-    return form
+    return find_form(row, form.floats) if form.floats else form
 
 
 def target_config(checkpoint: Checkpoint, row: Family) -> dict[str, tp.Any]:

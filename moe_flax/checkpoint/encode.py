@@ -19,14 +19,12 @@ class Scheme:
       window: rows and columns that share a scale; 0 is the whole axis.
       suffix: what the scales' name adds to the values'.
       config: the quantization_config that announces it.
-      ignore: its field for the modules that were left as they are.
     """
 
     dtype: np.dtype
     window: tuple[int, int]
     suffix: str
     config: tp.Mapping[str, tp.Any]
-    ignore: str = "ignore"
 
 
 def _compressed(name: str, bits: int, kind: str, group: int | None) -> dict[str, tp.Any]:
@@ -61,9 +59,29 @@ SCHEMES: tp.Final[dict[str, Scheme]] = {
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
         },
-        "modules_to_not_convert",
     ),
 }
+
+
+def quantization_config(scheme: str, outputs: tp.Iterable[tp.Any]) -> dict[str, tp.Any]:
+    """The quantization_config of a checkpoint in which only some matrices are quantized.
+
+    Args:
+      scheme: a name in ``SCHEMES``.
+      outputs: all of its tensors, with name, dtype and shape. Every matrix that is a module's
+        ``weight`` and has no scale is listed as not quantized: readers would ask for its scale.
+    """
+    form, outputs = SCHEMES[scheme], list(outputs)
+    names = {output.name for output in outputs}
+    plain = [
+        output.name.removesuffix(".weight")
+        for output in outputs
+        if output.name.endswith(".weight")
+        and len(output.shape) == 2
+        and output.name + form.suffix not in names
+    ]
+    fp8 = form.config["quant_method"] == "fp8"
+    return {**form.config, ("modules_to_not_convert" if fp8 else "ignore"): plain}
 
 
 def scale_shape(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int]:

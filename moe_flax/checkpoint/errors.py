@@ -20,6 +20,15 @@ def fault(problem: str, *, file: str | os.PathLike[str] = "", tensor: str = "") 
 @contextlib.contextmanager
 def reading_config(file: str | os.PathLike[str] = "") -> tp.Iterator[None]:
     """Turns what odd values in a config.json cause into an error that names the file."""
+    with reading_json(file, "config.json is malformed"):
+        yield
+
+
+@contextlib.contextmanager
+def reading_json(
+    file: str | os.PathLike[str] = "", problem: str = "is malformed"
+) -> tp.Iterator[None]:
+    """`reading_config` for any file."""
     try:
         yield
     except CheckpointError as error:
@@ -27,4 +36,4 @@ def reading_config(file: str | os.PathLike[str] = "") -> tp.Iterator[None]:
             raise fault(str(error), file=file) from None
         raise
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise fault(f"config.json is malformed: {error}", file=file) from error
+        raise fault(f"{problem}: {type(error).__name__}: {error}", file=file) from error

@@ -6,8 +6,8 @@
     tpu_inference    tpu-inference's fused kernel: w1 [E, 2, D, F], w2 [E, F, D], gate [D, E]
     tpu_inference_w13  its grouped products: w13 [E, D, 2F], shard-interleaved for tensor
                      parallelism (``shards``), w2 [E, F, D]
-    maxtext          MaxText: gate.kernel, wi_0, wi_1, wo; ``layers`` of them scanned along the
-                     second axis: [E, L, D, F], [D, L, E]
+    maxtext          MaxText: gate.kernel, wi_0, wi_1, wo; ``layers`` of them scanned, the second
+                     axis of all: [E, L, ...], the router's [D, L, E] and [E, L], [D, L, S]
     gpt_oss          OpenAI's names: gate.weight, mlp1_weight [E, 2F, D] interleaved, mlp2_weight
 
 Gate comes first in every pair of names.
@@ -84,6 +84,9 @@ LAYOUTS: tp.Final[tp.Mapping[str, tuple[Entry, ...]]] = types.MappingProxyType(
 )
 
 
+_GROUPS: tp.Final = re.compile(r"\([^()]*\)|\w+")
+
+
 def _layout(name: str) -> dict[str, Entry]:
     if name not in LAYOUTS:
         raise fault(f"layout {name!r} is not known; known: {', '.join(LAYOUTS)}")
@@ -99,15 +102,10 @@ def _axes(entry: Entry, layers: int | None) -> tuple[str, str]:
     if " T " in stored.replace("(", " "):
         ours[ours.index("F")] = "(T F)"
     if layers is not None:
-        first, *others = _groups(stored)
+        first, *others = _GROUPS.findall(stored)
         stored = " ".join([first, "L", *others])
         ours.insert(0, "L")
     return stored, " ".join(ours)
-
-
-def _groups(axes: str) -> list[str]:
-    """The stored axes, those in parentheses as one."""
-    return re.findall(r"\([^)]*\)|\S+", axes)
 
 
 def _sizes(config: MoEConfig, parameter: str, shards: int, layers: int | None) -> dict[str, int]:

@@ -68,25 +68,6 @@ def _model_type(values: Values) -> str:
     return name if isinstance(name, str) else ""
 
 
-def with_dtype(values: Values, dtype: tp.Any) -> dict[str, tp.Any]:
-    """config.json for floats that were cast: what names their dtype names the new one.
-
-    Args:
-      values: the parsed config.json.
-      dtype: None changes nothing.
-    """
-    if dtype is None:
-        return dict(values)
-    found: dict[str, tp.Any] = {}
-    for name, value in values.items():
-        if name in ("dtype", "torch_dtype") and isinstance(value, str):
-            value = value[: value.rfind(".") + 1] + np.dtype(dtype).name
-        elif isinstance(value, dict) and name != "quantization_config":
-            value = with_dtype(value, dtype)
-        found[name] = value
-    return found
-
-
 def stack_layers(family: Family, values: Values) -> list[tuple[Stack, int, tuple[int, ...]]]:
     """A family's runs of layers: each with its length and its MoE layers from its own 0 on."""
     runs = []

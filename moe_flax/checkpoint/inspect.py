@@ -60,7 +60,7 @@ def inspect(path: str | os.PathLike[str]) -> list[str]:
     """
     directory = pathlib.Path(path)
     hf_config = load_json(directory)
-    with reading_config(directory):
+    with reading_config(directory / "config.json"):
         formats = formats_of(hf_config)
     index = directory / INDEX_NAME
     absent = index.exists() and not any(directory.glob("*.safetensors"))

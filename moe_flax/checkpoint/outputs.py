@@ -103,6 +103,13 @@ class Cast:
     dtype: np.dtype | None
     quantized: np.dtype
 
+    def config(self, hf_config: tp.Mapping[str, tp.Any]) -> dict[str, tp.Any]:
+        """config.json for the tensors that are written: it names the dtype that was asked for."""
+        found = _renamed(hf_config, self.dtype.name) if self.dtype is not None else dict(hf_config)
+        if self.dtype is not None and not {"dtype", "torch_dtype"} & set(found):
+            found["torch_dtype"] = self.dtype.name
+        return found
+
     def parameter(self, source: Source, name: str, binding: Binding) -> np.dtype | None:
         """What a layer's parameter is cast to; None for what it is."""
         if name.startswith("router."):
@@ -114,13 +121,25 @@ class Cast:
         """A tensor that belongs to no layer's parameter."""
         tensor = source.tensors[name]
         dtype = np.dtype(tensor.dtype)
-        if dtype in _FLOATS and len(tensor.shape) > 1 and not source.is_router(name):
+        if dtype in _FLOATS and len(tensor.shape) > 1 and not source.family.routes(name):
             dtype = self.dtype or (self.quantized if name in source.quantized else dtype)
 
         def chunks() -> list[np.ndarray]:
             return [np.asarray(source.tensors[name]).astype(dtype, copy=False)]
 
         return Output(name, dtype, tuple(tensor.shape), chunks)
+
+
+def _renamed(config: tp.Mapping[str, tp.Any], dtype: str) -> dict[str, tp.Any]:
+    """A config.json, its parts included, with another dtype wherever it names one."""
+    return {
+        key: _renamed(value, dtype)
+        if isinstance(value, dict)
+        else dtype
+        if key in ("dtype", "torch_dtype") and isinstance(value, str)
+        else value
+        for key, value in config.items()
+    }
 
 
 _FLOATS: tp.Final = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))

@@ -6,6 +6,7 @@ nothing above this module knows of formats. Axes here are the stored ones; [out,
 """
 
 import collections.abc
+import contextlib
 import dataclasses
 import math
 import os
@@ -14,8 +15,8 @@ import typing as tp
 import ml_dtypes
 import numpy as np
 
-from moe_flax.checkpoint.errors import fault, reading_config
-from moe_flax.checkpoint.schema import Values, lookup
+from moe_flax.checkpoint.errors import fault, reading_config, reading_json
+from moe_flax.checkpoint.schema import Values
 
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 FP4_VALUES = np.array(
@@ -60,15 +61,16 @@ def formats_of(config: Values) -> tuple[Format, ...]:
     Raises:
       CheckpointError: the method is not one of those that are read here.
     """
-    quantization = lookup(config, "quantization_config") or next(
-        (q for v in config.values() if isinstance(v, dict) and (q := v.get("quantization_config"))),
-        None,
-    )
-    if quantization is None:
+    parts = [config, *(v for v in config.values() if isinstance(v, dict))]
+    found = [q for part in parts if (q := part.get("quantization_config")) not in (None, {})]
+    if not found:
         return ()
+    quantization = found[0]
     if not isinstance(quantization, dict):
         raise fault(f"config.json has quantization_config={quantization!r}; expected an object")
     method = quantization.get("quant_method")
+    if method is None:
+        raise fault(f"config.json has a quantization_config without quant_method: {quantization}")
     if method == "fp8":
         return _fp8(quantization)
     if method == "fbgemm_fp8":
@@ -91,6 +93,13 @@ def formats_of(config: Values) -> tuple[Format, ...]:
         " is not read here; known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt (NVFP4,"
         " FP8). For AWQ, GPTQ and bitsandbytes convert to one of these or to float first"
     )
+
+
+def _object(value: tp.Any, name: str) -> Values:
+    """A part of config.json that is an object, absent, or null."""
+    if value is not None and not isinstance(value, dict):
+        raise fault(f"config.json has {name}: {value!r}; expected an object")
+    return value or {}
 
 
 def _whole(value: tp.Any, name: str) -> int:
@@ -125,13 +134,17 @@ def _compressed(quantization: Values) -> tuple[Format, ...]:
     if not isinstance(groups, dict):
         raise fault(f"config.json has config_groups={groups!r}; expected an object")
     for group in groups.values() or [{}]:
-        name = (group or {}).get("format") or quantization.get("format")
-        if name not in known:
+        group = _object(group, "config_groups")
+        name = group.get("format") or quantization.get("format")
+        if not isinstance(name, str) or name not in known:
             raise fault(
                 f"config.json has compressed-tensors format {name!r}; known: {sorted(known)}"
             )
         label, coding, values, window, second = known[name]
-        weights = group.get("weights") or {}
+        weights = _object(group.get("weights"), "weights")
+        bits = weights.get("num_bits")
+        if coding != "int4" and bits not in (None, 4 if coding == "fp4" else 8):
+            raise fault(f"config.json has num_bits={bits!r} in format {name}")
         if coding == "int4" and (weights.get("num_bits", 4), weights.get("symmetric", True)) != (
             4,
             True,
@@ -142,7 +155,9 @@ def _compressed(quantization: Values) -> tuple[Format, ...]:
         elif weights.get("strategy") == "channel" and coding == "int4":
             window = (1, 0)
         block = weights.get("block_structure")
-        if weights.get("strategy") == "block" and isinstance(block, list) and len(block) == 2:
+        if weights.get("strategy") == "block":
+            if not isinstance(block, list) or len(block) != 2:
+                raise fault(f"config.json has block_structure={block!r}; expected two sizes")
             window = (_whole(block[0], "block_structure"), _whole(block[1], "block_structure"))
         found.append(
             Format(label, ("_scale",), coding, values, window, second, divide=bool(second))
@@ -158,6 +173,7 @@ class QuantizedTensor:
     format: Format
     parts: tp.Mapping[str, np.ndarray]
     keys: tuple[str, ...]
+    file: str | os.PathLike[str] = ""
 
     dtype: tp.ClassVar[np.dtype] = np.dtype(np.float32)
 
@@ -181,7 +197,12 @@ class QuantizedTensor:
     def decode(self, rows: slice | None = None) -> np.ndarray:
         """float32 values of some rows of the first axis, or of all."""
         values, scales, windows = self.split(rows)
-        return values.astype(np.float32) * expand(scales, values.shape, windows, self.name)
+        with self._naming():
+            return values.astype(np.float32) * expand(scales, values.shape, windows, self.name)
+
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
+        """Errors name the file; values and scales that do not fit one another are among them."""
+        return reading_json(self.file, f"tensor {self.name!r}: cannot be decoded")
 
     def split(
         self, rows: slice | None = None, *, packed: bool = False
@@ -192,7 +213,10 @@ class QuantizedTensor:
           rows: of the first axis; all by default.
           packed: leave floats of four bits two in a byte, as uint8; else they are unpacked.
         """
-        rows = slice(None) if rows is None else rows
+        with self._naming():
+            return self._split(slice(None) if rows is None else rows, packed)
+
+    def _split(self, rows: slice, packed: bool) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         parts = {
             role: part[rows] if part.ndim and part.shape[0] == self.shape[0] and len(self.shape) > 2
             else part
@@ -377,8 +401,7 @@ class Logical(collections.abc.Mapping[str, tp.Any]):
                 raise fault(f"{problem} explains", file=_file(tensors, name, file), tensor=name)
         clash = sorted(set(self._quantized) & (set(tensors) - taken))
         if clash:
-            where = _file(tensors, clash[0], file)
-            raise fault("is there both quantized and not", file=where, tensor=clash[0])
+            raise fault("is there both quantized and not", file=file, tensor=clash[0])
         self._plain = [name for name in tensors if name not in taken]
 
     def __getitem__(self, name: str) -> tp.Any:
@@ -407,12 +430,9 @@ def _dtype(tensors: tp.Mapping[str, np.ndarray], name: str) -> np.dtype:
     return info(name).dtype if info else np.dtype(tensors[name].dtype)
 
 
-def _file(
-    tensors: tp.Mapping[str, np.ndarray], name: str, file: str | os.PathLike[str]
-) -> str | os.PathLike[str]:
-    """The file that holds a tensor, where the tensors know; else what errors call them all."""
-    find = getattr(tensors, "file", None)
-    return find(name) if find else file
+def _file(tensors: tp.Any, name: str, file: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file that holds a tensor, where the tensors know theirs."""
+    return tensors.file(name) if hasattr(tensors, "file") else file
 
 
 _CODED: tp.Final = {
@@ -449,7 +469,11 @@ def _find(
     others = [key for key in dict.fromkeys(extra) if key in tensors]
     keys |= {f"other{i}": key for i, key in enumerate(others)}
     return QuantizedTensor(
-        name if form.keeps_name else stem, form, _Lazy(tensors, keys), tuple(keys.values())
+        name if form.keeps_name else stem,
+        form,
+        _Lazy(tensors, keys),
+        tuple(keys.values()),
+        _file(tensors, name, file),
     )
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import typing as tp
+import zipfile
 
 import ml_dtypes
 import numpy as np
@@ -42,7 +43,7 @@ DTYPES: tp.Final[dict[str, np.dtype]] = {
 MAX_HEADER_BYTES = 100_000_000  # the bound of the reference implementation
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
+TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
 
 
 class TensorInfo(tp.NamedTuple):
@@ -145,16 +146,16 @@ def read_header(file: pathlib.Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def is_inside(directory: pathlib.Path, path: pathlib.Path) -> bool:
-    """Whether a file lies in a checkpoint's directory once links are followed.
+def leads_outside(path: pathlib.Path, directory: pathlib.Path) -> bool:
+    """Whether a path, links followed, leaves a checkpoint's directory.
 
-    The hub's cache links a model's snapshots to its ../../blobs; these count as inside.
+    The hub's cache links the files of models--X/snapshots/Y to models--X/blobs: those may.
     """
-    root, target = directory.resolve(), path.resolve()
-    roots = [root]
-    if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
-    return any(target.is_relative_to(each) for each in roots)
+    roots = [directory.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    target = path.resolve()
+    return not any(target.is_relative_to(root) for root in roots)
 
 
 def _shard_path(directory: pathlib.Path, name: tp.Any, index: pathlib.Path) -> pathlib.Path:
@@ -164,10 +165,10 @@ def _shard_path(directory: pathlib.Path, name: tp.Any, index: pathlib.Path) -> p
     path = directory / name
     inside = not pathlib.PurePath(name).is_absolute() and ".." not in pathlib.PurePath(name).parts
     try:
-        inside = inside and is_inside(directory, path)
+        outside = leads_outside(path, directory)
     except (OSError, RuntimeError, ValueError) as error:  # such as half a character
         raise fault(f"shard {name!r} cannot be resolved ({error})", file=index) from None
-    if not inside:
+    if not inside or outside:
         raise fault(f"shard {name!r} lies outside the checkpoint's directory", file=index)
     if not path.is_file():
         raise fault(f"shard {name!r} is missing", file=index)
@@ -231,15 +232,16 @@ class Reader(collections.abc.Mapping[str, np.ndarray]):
             self._where[name] = (file, info)
 
     def _load_torch(self, files: list[pathlib.Path]) -> None:
+        index = self.directory / TORCH_INDEX_NAME
+        weight_map = read_index(self.directory, index) if index.exists() else None
         for file in files:
             for name, array in load_torch(file).items():
                 if name in self._where:
                     raise fault(f"also in {self._where[name][0].name}", file=file, tensor=name)
                 self._where[name] = (file, TensorInfo(array.dtype, array.shape, 0, array.nbytes))
                 self._arrays[name] = array
-        index = self.directory / _TORCH_INDEX_NAME
-        for name, shard in read_index(self.directory, index).items() if index.exists() else ():
-            if name not in self._where or self._where[name][0] != self.directory / shard:
+        for name, shard in (weight_map or {}).items():
+            if name not in self._where or self._where[name][0].name != shard:
                 problem = "the index names it, the shard lacks it"
                 raise fault(problem, file=self.directory / shard, tensor=name)
 
@@ -276,7 +278,7 @@ class Reader(collections.abc.Mapping[str, np.ndarray]):
 
 def _torch_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """The pytorch_model.bin files of a directory that has no safetensors ones."""
-    index = directory / _TORCH_INDEX_NAME
+    index = directory / TORCH_INDEX_NAME
     if next(directory.glob("*.safetensors"), None) or (directory / INDEX_NAME).exists():
         return []
     if index.exists():
@@ -297,26 +299,29 @@ def load_torch(file: pathlib.Path) -> dict[str, np.ndarray]:
     except ImportError:
         raise fault("needs torch to be read (pip install torch)", file=file) from None
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        mapped = zipfile.is_zipfile(file)  # files older than torch 1.6 are no archives
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # whatever its unpickler meets
         raise fault(f"torch cannot load it safely ({error})", file=file) from None
+    if isinstance(tensors, dict) and isinstance(tensors.get("state_dict"), dict):
+        tensors = tensors["state_dict"]  # a training checkpoint: the rest is no weight
     found = {}
     for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise fault(f"is a {type(tensor).__name__}, no tensor", file=file, tensor=str(name))
-        if not isinstance(name, str):
-            raise fault("its name is no string", file=file, tensor=repr(name))
-        bits, dtype = _TORCH_BITS.get(str(tensor.dtype).removeprefix("torch."), ("", None))
+        kind = str(tensor.dtype).removeprefix("torch.")
         try:
-            values = tensor.detach().contiguous()
-            array = values.view(getattr(torch, bits)).numpy() if bits else values.numpy()
-        except (RuntimeError, TypeError) as error:  # sparse, quantized by torch, or on no device
-            problem = f"{tensor.dtype} in layout {tensor.layout} is not read here ({error})"
+            if kind in _TORCH_BITS:  # NumPy itself has no such dtype
+                bits, dtype = _TORCH_BITS[kind]
+                plain = tensor.detach().contiguous().view(getattr(torch, bits))
+                found[name] = plain.numpy().view(dtype)
+            else:
+                found[name] = tensor.detach().numpy()
+        except (TypeError, RuntimeError) as error:  # sparse, quantized, without data
+            problem = f"is a {tensor.layout} tensor of {kind} that NumPy cannot hold ({error})"
             raise fault(problem, file=file, tensor=name) from None
-        array = array if dtype is None else array.view(dtype)
-        if array.dtype not in DTYPES.values():
-            raise fault(f"{tensor.dtype} is not read here", file=file, tensor=name)
-        found[name] = array
+        if found[name].dtype not in DTYPES.values():
+            raise fault(f"has dtype {kind}, which is not known", file=file, tensor=name)
     if not found:
         raise fault("holds no tensors by name", file=file)
     return found
@@ -326,6 +331,7 @@ _TORCH_BITS: tp.Final = {
     "bfloat16": ("int16", DTYPES["BF16"]),
     "float8_e4m3fn": ("int8", DTYPES["F8_E4M3"]),
     "float8_e5m2": ("int8", DTYPES["F8_E5M2"]),
+    "float8_e8m0fnu": ("int8", DTYPES["F8_E8M0"]),
 }
 
 

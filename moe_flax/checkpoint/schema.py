@@ -264,9 +264,8 @@ class Form:
       name: what `load` and `save` call it.
       entries: where each parameter lies.
       prefix: the layer prefix that it is written under, where that is not the family's first.
+      floats: the form that its weights go to as floats, where it holds quantized ones alone.
       on_request: its keys are those of another form, so it is taken only where asked for by name.
-      floats: the form that the same weights have as floats, where this one's keys are of values
-        of few bits alone.
     """
 
     name: str
@@ -315,3 +314,8 @@ class Family:
     def name(self) -> str:
         """The first of its model types."""
         return self.model_types[0]
+
+    def routes(self, name: str) -> bool:
+        """Whether a tensor outside of the known layers is a router's, by its name."""
+        keys = {e.key for f in self.forms for e in f.entries if e.parameter.startswith("router.")}
+        return name.endswith(tuple(f".{key}" for key in keys if key))

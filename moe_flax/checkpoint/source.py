@@ -141,22 +141,6 @@ class Source:
         """The tensors as they are stored."""
         return self.tensors.stored if isinstance(self.tensors, Logical) else self.tensors
 
-    def is_router(self, name: str) -> bool:
-        """Whether a tensor is of a router: one of a layer past the last one lies in ``rest``."""
-        return name.endswith(self._router_endings)
-
-    @functools.cached_property
-    def _router_endings(self) -> tuple[str, ...]:
-        prefixes = [prefix for stack in self.family.stacks for prefix in stack.prefixes]
-        tails = [p.split("{layer}")[1] for p in prefixes]
-        keys = [
-            str(entry.key)
-            for form in self.family.forms
-            for entry in form.entries
-            if entry.parameter.startswith("router.") and entry.key
-        ]
-        return tuple(tail + key for tail in tails for key in keys)
-
     def check_head(self) -> None:
         """Raises a CheckpointError where a whole language model has lost its head.
 
@@ -299,7 +283,6 @@ def bind(
     index: int,
     num_layers: int,
     origin: Layer | None = None,
-    prefix: str | None = None,
 ) -> Layer:
     """Where a layer goes in a new checkpoint of the family.
 
@@ -308,10 +291,7 @@ def bind(
       config: the layer's configuration.
       index, num_layers: which layer it is, of how many; an encoder-decoder has half of them each.
       origin: where it was in a checkpoint of the same family, whose prefix stays.
-      prefix: what its keys start with, where that is known.
     """
-    if prefix is not None:
-        return _layer(index, config, prefix, form)
     if origin is not None and not form.prefix and not origin.form.prefix:
         return _layer(index, config, origin.prefix, form)
     stacks = family.stacks

@@ -6,7 +6,6 @@ are those of any NumPy array in Orbax (Zarr, not compressed), so plain Orbax res
 """
 
 import concurrent.futures
-import contextlib
 import pathlib
 import typing as tp
 
@@ -53,7 +52,7 @@ class Streamed:
         rows = 1 if self.by_row else self.shape[0]
         layout = {"compressor": None, "chunks": [rows, *self.shape[1:]]}
         store = tensorstore.open(
-            _spec(directory) | {"metadata": layout},
+            _spec(directory) | {"metadata": layout, "store_data_equal_to_fill_value": True},
             create=True,
             open=True,
             shape=self.shape,
@@ -138,32 +137,40 @@ class Restored:
 
     def read_into(self, out: np.ndarray, index: Index) -> None:
         """Copies the part at ``index`` into ``out``."""
+        file = self._directory / self.name
+        try:
+            store = self._open(file)
+            out[...] = store[index].read().result()
+        except (ValueError, IndexError, OSError) as error:  # such as a chunk's file that is missing
+            raise fault(f"cannot be read ({error})", file=file, tensor=self.name) from error
+
+    def _open(self, file: pathlib.Path) -> tp.Any:
         if self._store is None:
             row = int(np.prod(self.shape[1:])) * self.dtype.itemsize
             pool = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2 * row}})
-            spec = _spec(self._directory / self.name) | {"fill_missing_data_reads": False}
-            with self._naming_errors():
-                self._store = tensorstore.open(spec, open=True, context=pool).result()
-        with self._naming_errors():
-            out[...] = self._store[index].read().result()
-
-    @contextlib.contextmanager
-    def _naming_errors(self) -> tp.Iterator[None]:
-        try:
-            yield
-        except (ValueError, OSError) as error:  # what TensorStore makes of files lost or broken
-            problem = f"cannot be read ({error})"
-            raise fault(problem, file=self._directory, tensor=self.name) from None
+            spec = _spec(file) | {"fill_missing_data_reads": False}
+            store = tensorstore.open(spec, open=True, context=pool).result()
+            found = tuple(store.shape), store.dtype.numpy_dtype
+            if found != (self.shape, self.dtype):
+                raise ValueError(f"it has {found}, the metadata says {(self.shape, self.dtype)}")
+            self._store = store
+        return self._store
 
 
 def restored_tree(path: pathlib.Path) -> dict[str, Restored]:
-    """The leaves of a checkpoint that `save_tree` wrote, by name."""
+    """The leaves of a checkpoint that `save_tree` wrote, by name.
+
+    Raises:
+      CheckpointError: Orbax does not know it as one.
+    """
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            found = dict(checkpointer.metadata(path).item_metadata)
+            found = checkpointer.metadata(path).item_metadata
+        if found is None:
+            raise fault("a file of its metadata, or an array's .zarray, is missing or broken")
         return {
             name: Restored(path, name, tuple(meta.shape), np.dtype(meta.dtype))
-            for name, meta in found.items()
+            for name, meta in dict(found).items()
         }
-    except Exception as error:  # Orbax has no error of its own
-        raise fault(f"is no Orbax checkpoint that can be read ({error})", file=path) from error
+    except Exception as error:  # whatever Orbax meets in broken files
+        raise fault(f"is no Orbax checkpoint of a layer ({error})", file=path) from error

@@ -1,7 +1,7 @@
 """Whole checkpoints from one form to another, tensor by tensor, without a device."""
 
-import collections
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -11,17 +11,19 @@ import typing as tp
 import numpy as np
 
 from moe_flax.checkpoint import families
+from moe_flax.checkpoint.building import check_apart, stating
 from moe_flax.checkpoint.convert import float_form, without_quantization
-from moe_flax.checkpoint.encode import SCHEMES, quantize, scale_shape
+from moe_flax.checkpoint.encode import SCHEMES, quantization_config, quantize, scale_shape
 from moe_flax.checkpoint.errors import fault
-from moe_flax.checkpoint.hf_config import float_dtype, rewrite_config, with_dtype
+from moe_flax.checkpoint.hf_config import float_dtype, rewrite_config
 from moe_flax.checkpoint.layouts import PARAMETER_AXES
 from moe_flax.checkpoint.mapping import Index, Parameter
 from moe_flax.checkpoint.outputs import Cast, layer_outputs
-from moe_flax.checkpoint.reader import INDEX_NAME, is_inside
+from moe_flax.checkpoint.reader import INDEX_NAME, leads_outside
 from moe_flax.checkpoint.source import Layer, Source, bind
 from moe_flax.checkpoint.writer import DEFAULT_SHARD_BYTES, Output, write_checkpoint
 
+_Add: tp.TypeAlias = tp.Callable[[float, float], None]
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 
 
@@ -35,6 +37,40 @@ class _Cast:
         self.parameter.read_into(out, index)
 
 
+class Errors:
+    """What quantizing does to each layer: [‖error‖², ‖weights‖²], summed over its matrices.
+
+    Attributes:
+      wanted: whether anything is quantized.
+      total: by layer, those of runs that were cut off included.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.total: dict[int, np.ndarray] = {}
+        self._new: dict[int, np.ndarray] = {}
+
+    def add(self, layer: int, error: float, weight: float) -> None:
+        """Adds a matrix."""
+        for sums in (self.total, self._new):
+            sums[layer] = sums.get(layer, np.zeros(2)) + np.array([error, weight])
+
+    def take(self) -> str:
+        """See `writer.Notes`."""
+        new, self._new = self._new, {}
+        return json.dumps({str(layer): list(sums) for layer, sums in new.items()})
+
+    def recall(self, note: str) -> None:
+        """See `writer.Notes`."""
+        for layer, (error, weight) in json.loads(note).items():
+            self.add(int(layer), error, weight)
+        self._new = {}
+
+    def relative(self) -> dict[int, float]:
+        """‖error‖ / ‖weights‖ by layer."""
+        return {n: float((e / w) ** 0.5) for n, (e, w) in sorted(self.total.items()) if w}
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A conversion before it runs.
@@ -45,7 +81,7 @@ class Plan:
       outputs: every tensor to write, in order.
       hf_config: the config.json to write.
       files: further files, copied.
-      errors: filled while a quantizing conversion runs: layer to [‖error‖², ‖weights‖²].
+      errors: filled while a quantizing conversion runs.
     """
 
     source: Source
@@ -53,7 +89,7 @@ class Plan:
     outputs: list[Output]
     hf_config: dict[str, tp.Any]
     files: dict[str, bytes]
-    errors: dict[int, np.ndarray]
+    errors: "Errors"
     fingerprint: str
 
     @property
@@ -69,6 +105,7 @@ class Plan:
         progress: tp.Callable[[int], tp.Any] = lambda n: None,
     ) -> None:
         """Runs it; see `write_checkpoint`. A run that was cut off is continued."""
+        check_apart(pathlib.Path(self.source.file), pathlib.Path(path))
         config = json.dumps(self.hf_config, indent=2, sort_keys=True).encode() + b"\n"
         write_checkpoint(
             path,
@@ -77,6 +114,7 @@ class Plan:
             shard_bytes=shard_bytes,
             progress=progress,
             fingerprint=self.fingerprint,
+            notes=self.errors if self.errors.wanted else None,
         )
 
     def describe(self, *, orbax: bool = False) -> tp.Iterator[str]:
@@ -94,7 +132,7 @@ class Plan:
                 yield f"  {_template(old, before.key, before.branches)} [{before.axes}] -> {after}"
         yield f"passed through: {len(self.source.rest)} tensors"
         if self.source.beyond:
-            yield f"past the last layer, passed through as well: {ranges(self.source.beyond)}"
+            yield beyond_line(self.source)
 
     def _groups(self) -> tp.Iterator[tuple[list[int], tuple[Layer, Layer]]]:
         def kind(index: int) -> tuple[str, str]:
@@ -107,6 +145,14 @@ class Plan:
 
 def _template(layer: Layer, key: str | None, branches: tuple[str, ...]) -> str:
     return layer.prefix + (key or "(zero)").replace("{J}", f"{{{','.join(branches)}}}")
+
+
+def beyond_line(source: Source) -> str:
+    """What becomes of layers past the last one."""
+    return (
+        f"layers {ranges(source.beyond)} are past the last one (num_hidden_layers);"
+        " their tensors are passed through, not converted"
+    )
 
 
 def ranges(numbers: tp.Sequence[int]) -> str:
@@ -151,12 +197,12 @@ def plan(
     cast = conversion_cast(source, dtype)
     layers: dict[int, Layer] = {}
     outputs: list[Output] = []
-    errors: dict[int, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
+    errors = Errors()
     for index, bound in source.layers.items():
         target = bound
         if not same or form not in (None, bound.form.name) or bound.form.floats:
+            wanted = float_form(row, form, bound.form if same else None)
             origin = bound if same else None
-            wanted = float_form(row, form, origin)
             target = bind(row, wanted, bound.config, index, source.config.num_layers, origin)
         parameters: dict[str, Parameter] = {}
         for name, parameter in source.parameters(index).items():
@@ -167,17 +213,17 @@ def plan(
         layers[index] = target
         written = layer_outputs(target, parameters, {})
         if scheme is not None:
-            written = _quantized(target, written, scheme, errors[index])
+            errors.wanted = True
+            written = _quantized(target, written, scheme, functools.partial(errors.add, index))
         outputs += written
     for name in source.rest:
         outputs.append(cast.rest(source, name))
-    hf_config = with_dtype(without_quantization(source.hf_config), dtype)
+    hf_config = without_quantization(source.hf_config)
     if not same:
         hf_config = rewrite_config(row, source.config, source.hf_config)
+    hf_config = cast.config(hf_config)
     if scheme is not None:
-        left = [o.name.removesuffix(".weight") for o in outputs if _is_linear(o)]
-        announced = {**SCHEMES[scheme].config, SCHEMES[scheme].ignore: left}
-        hf_config = {**hf_config, "quantization_config": announced}
+        hf_config["quantization_config"] = quantization_config(scheme, outputs)
     options = {"family": row.name, "form": form, "dtype": str(cast), "scheme": scheme}
     return Plan(
         source,
@@ -190,19 +236,13 @@ def plan(
     )
 
 
-def _is_linear(output: Output) -> bool:
-    """Whether readers may take a tensor for a matrix that is quantized unless they are told."""
-    floats = output.dtype.kind == "f" or output.dtype.name == "bfloat16"
-    return floats and len(output.shape) == 2 and output.name.endswith(".weight")
-
-
 def conversion_cast(source: Source, dtype: tp.Any) -> Cast:
     """The dtypes of a conversion, see `plan`."""
     to = None if dtype is None else np.dtype(dtype)
     return Cast(to, float_dtype(source.hf_config))
 
 
-def _quantized(layer: Layer, outputs: list[Output], scheme: str, error: np.ndarray) -> list[Output]:
+def _quantized(layer: Layer, outputs: list[Output], scheme: str, add: _Add) -> list[Output]:
     """The experts' matrices as values and scales, the rest as they are."""
     matrices = {
         key
@@ -220,11 +260,11 @@ def _quantized(layer: Layer, outputs: list[Output], scheme: str, error: np.ndarr
                 f"form {layer.form.name} has no matrix an expert; quantize into a per-expert form",
                 tensor=output.name,
             )
-        found += _pair(output, scheme, error)
+        found += _pair(output, scheme, add)
     return found
 
 
-def _pair(output: Output, scheme: str, error: np.ndarray) -> list[Output]:
+def _pair(output: Output, scheme: str, add: _Add) -> list[Output]:
     form = SCHEMES[scheme]
 
     def halves() -> tuple[np.ndarray, np.ndarray]:
@@ -241,7 +281,7 @@ def _pair(output: Output, scheme: str, error: np.ndarray) -> list[Output]:
         wide = np.repeat(np.repeat(scales, form.window[0] or rows, 0), form.window[1] or columns, 1)
         exact = matrix.astype(np.float32)
         difference = q.astype(np.float32) * wide[:rows, :columns] - exact
-        error[:] += (np.square(difference).sum(), np.square(exact).sum())
+        add(float(np.square(difference).sum()), float(np.square(exact).sum()))
         return [q]
 
     shape = scale_shape(form, output.shape)
@@ -254,17 +294,15 @@ def _pair(output: Output, scheme: str, error: np.ndarray) -> list[Output]:
 def _side_files(directory: pathlib.Path) -> dict[str, bytes]:
     """The small files beside the weights: tokenizer, generation settings, licence."""
     skipped = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json"}
-    found: dict[str, bytes] = {}
+    found = {}
     for path in sorted(directory.glob("*")):
         if path.suffix not in _COPIED or path.name in skipped or path.is_dir():
             continue
-        try:
-            if not is_inside(directory, path):
-                raise fault("links out of the checkpoint's directory; remove the link", file=path)
+        if leads_outside(path, directory):
+            raise fault("is a link out of the checkpoint's directory; remove it", file=path)
+        with stating(path):
             if path.stat().st_size < 1 << 28:
                 found[path.name] = path.read_bytes()
-        except (OSError, RuntimeError) as error:  # such as a link to nothing, or to itself
-            raise fault(f"cannot be read ({error})", file=path) from None
     return found
 
 

@@ -5,23 +5,26 @@ names, dtypes and shapes alone. Shards are written under another name and rename
 in a directory that is itself renamed when all is there.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
 import pathlib
-import shutil
 import typing as tp
 
 import numpy as np
 
+from moe_flax.checkpoint.building import (
+    NOTE_SUFFIX,
+    Building,
+    replace_bytes,
+    stating,
+    writable,
+)
 from moe_flax.checkpoint.errors import CheckpointError, fault
 from moe_flax.checkpoint.reader import DTYPES, INDEX_NAME, SINGLE_NAME, read_header
 
 _NAMES: tp.Final = {dtype: name for name, dtype in DTYPES.items()}
-_PLAN_NAME: tp.Final = "plan.sha256"
 DEFAULT_SHARD_BYTES: tp.Final = 5_000_000_000
 
 
@@ -48,6 +51,18 @@ class Output:
 def array_output(name: str, array: np.ndarray) -> Output:
     """An Output of an array at hand."""
     return Output(name, array.dtype, array.shape, lambda: [np.ascontiguousarray(array)])
+
+
+class Notes(tp.Protocol):
+    """Something measured while shards are written, kept beside each until all are there."""
+
+    def take(self) -> str:
+        """What was measured since the last call, in a line."""
+        ...
+
+    def recall(self, note: str) -> None:
+        """Adds what a run before has measured."""
+        ...
 
 
 def plan_shards(outputs: tp.Sequence[Output], shard_bytes: int) -> dict[str, list[Output]]:
@@ -89,10 +104,12 @@ def write_file(
     file: pathlib.Path,
     outputs: tp.Sequence[Output],
     progress: tp.Callable[[int], tp.Any] = lambda n: None,
+    *,
+    before_rename: tp.Callable[[], tp.Any] = lambda: None,
 ) -> None:
     """Writes one safetensors file under a temporary name and renames it when it is on the disk."""
     partial = file.with_name(file.name + ".partial")
-    with _writable(partial) as handle:
+    with writable(partial) as handle:
         handle.write(_header(outputs))
         for output in outputs:
             written = 0
@@ -108,57 +125,8 @@ def write_file(
                 )
         handle.flush()
         os.fsync(handle.fileno())
+    before_rename()
     os.replace(partial, file)
-
-
-@contextlib.contextmanager
-def _writable(file: pathlib.Path) -> tp.Iterator[tp.BinaryIO]:
-    try:
-        with open(file, "wb") as handle:
-            yield handle
-    except OSError as error:
-        raise fault(f"cannot be written ({error.strerror})", file=file) from error
-
-
-def incomplete(path: pathlib.Path) -> pathlib.Path:
-    """The directory that an unfinished checkpoint lies in, beside its final place."""
-    return path.with_name(path.name + ".incomplete")
-
-
-def check_unfinished(work: pathlib.Path, mark: str, known: tp.Collection[str]) -> None:
-    """Raises a CheckpointError where what lies in an unfinished checkpoint's place is not one.
-
-    Args:
-      work: the place, see `incomplete`; what is there may be thrown away afterwards.
-      mark: a file that a run makes first and removes last.
-      known: other names that a run makes.
-    """
-    problem = "is in the way of an unfinished checkpoint and is none; move it elsewhere"
-    if work.is_symlink() or (work.exists() and not work.is_dir()):
-        raise fault(problem, file=work)
-    if not work.exists() or (work / mark).is_file():
-        return
-    names = {path.name.removesuffix(".partial") for path in work.iterdir()}
-    if names - {mark, *known}:
-        raise fault(problem, file=work)
-
-
-def discard(work: pathlib.Path, mark: str) -> None:
-    """Removes an unfinished checkpoint, what marks it as one last."""
-    for path in work.iterdir() if work.is_dir() else ():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != mark:
-            path.unlink(missing_ok=True)
-    shutil.rmtree(work, ignore_errors=True)
-
-
-def check_target(path: pathlib.Path) -> None:
-    """Raises a CheckpointError where something is at the target already."""
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise fault("exists and is no directory; remove it or choose another path", file=path)
-    if path.exists() and any(path.iterdir()):
-        raise fault("is not empty; remove it or choose another path", file=path)
 
 
 def write_checkpoint(
@@ -169,6 +137,7 @@ def write_checkpoint(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: tp.Callable[[int], tp.Any] = lambda n: None,
     fingerprint: str = "",
+    notes: Notes | None = None,
 ) -> None:
     """Writes a checkpoint directory; it appears under its name when it is complete.
 
@@ -181,80 +150,71 @@ def write_checkpoint(
       fingerprint: what the data depends on beside names and shapes. A run that was cut off is
         continued where its fingerprint and plan are the same, and thrown away otherwise; without
         one nothing is continued.
+      notes: what is measured while the data is written; a run that continues recalls it.
 
     Raises:
-      CheckpointError: the target is not empty, two tensors have one name, or the disk is full or
-        cannot be written. After any error nothing is left behind.
+      CheckpointError: the target is not empty, PATH.incomplete is no unfinished checkpoint, two
+        tensors have one name, or the disk is full or cannot be written. After any error nothing
+        is left behind.
     """
     path = pathlib.Path(path)
     names = [output.name for output in outputs]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise fault("would be written twice", file=path, tensor=twice[0])
-    check_target(path)
     shards = plan_shards(outputs, shard_bytes)
-    work = incomplete(path)
-    check_unfinished(work, _PLAN_NAME, {*shards, *files, INDEX_NAME})
-    digest = hashlib.sha256(fingerprint.encode())
-    for shard, group in shards.items():
-        digest.update(shard.encode() + _header(group))
-    if (
-        not fingerprint
-        or not (work / _PLAN_NAME).is_file()
-        or (work / _PLAN_NAME).read_text() != digest.hexdigest()
-    ):
-        discard(work, _PLAN_NAME)
+    plan = fingerprint + "".join(shard + _header(group).hex() for shard, group in shards.items())
+    building = Building(path, plan, continued=bool(fingerprint))
+    if not building.begin():
+        progress(sum(output.nbytes for output in outputs))
+        building.finish()
+        return
+    work = building.directory
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        _replace_bytes(work / _PLAN_NAME, digest.hexdigest().encode())
-        for shard, group in shards.items():
-            if _is_done(work / shard, group):
-                progress(sum(output.nbytes for output in group))
-            else:
-                write_file(work / shard, group, progress)
-        if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(output.nbytes for output in outputs)},
-                "weight_map": {o.name: shard for shard, group in shards.items() for o in group},
-            }
-            _replace_bytes(work / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
-        for name, content in files.items():
-            _replace_bytes(work / name, content)
-        (work / _PLAN_NAME).unlink()
-        if path.exists():
-            path.rmdir()
-        os.rename(work, path)
-        _sync_directory(path.parent)
+        with stating(work):
+            for shard, group in shards.items():
+                _write_shard(work / shard, group, progress, notes)
+            if len(shards) > 1:
+                index = {
+                    "metadata": {"total_size": sum(output.nbytes for output in outputs)},
+                    "weight_map": {o.name: shard for shard, group in shards.items() for o in group},
+                }
+                replace_bytes(work / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+            for name, content in files.items():
+                replace_bytes(work / name, content)
+        building.finish()
     except BaseException as error:
         if isinstance(error, Exception) or not fingerprint:  # an interrupt is continued later
-            discard(work, _PLAN_NAME)
-        if isinstance(error, OSError):
-            raise fault(f"cannot be written ({error.strerror})", file=path) from error
+            building.abandon()
         raise
+
+
+def _write_shard(
+    file: pathlib.Path,
+    outputs: tp.Sequence[Output],
+    progress: tp.Callable[[int], tp.Any],
+    notes: Notes | None,
+) -> None:
+    """Writes a shard, or takes one that is there; its note is on the disk before it is."""
+    note = file.with_name(file.name + NOTE_SUFFIX)
+    if _is_done(file, outputs) and (notes is None or note.is_file()):
+        if notes is not None:
+            notes.recall(note.read_text())
+        progress(sum(output.nbytes for output in outputs))
+        return
+
+    def measured() -> None:
+        if notes is not None:
+            replace_bytes(note, notes.take().encode())
+
+    write_file(file, outputs, progress, before_rename=measured)
 
 
 def _is_done(file: pathlib.Path, outputs: tp.Sequence[Output]) -> bool:
     """Whether a complete shard of this plan lies there; shards are renamed only when complete."""
     try:
-        infos = read_header(file)
+        infos = {} if file.is_symlink() else read_header(file)
     except CheckpointError:
         return False
     planned = {output.name: (output.dtype, tuple(output.shape)) for output in outputs}
     return {name: (info.dtype, info.shape) for name, info in infos.items()} == planned
-
-
-def _replace_bytes(file: pathlib.Path, content: bytes) -> None:
-    partial = file.with_name(file.name + ".partial")
-    with _writable(partial) as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, file)
-
-
-def _sync_directory(path: pathlib.Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

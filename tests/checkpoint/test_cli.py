@@ -5,7 +5,6 @@ import math
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,8 @@ import pytest
 from golden import FIXTURES, config_of, fixture, relative_error, tensors_of, write
 from test_kept import gpt_oss
 
-from moe_flax.checkpoint import load, load_parameters, save
+from moe_flax import checkpoint
+from moe_flax.checkpoint.building import Building
 from moe_flax.checkpoint.encode import SCHEMES, quantize
 from moe_flax.checkpoint.errors import CheckpointError
 from moe_flax.checkpoint.mapping import read
@@ -361,156 +361,182 @@ def test_quantizing_anew_is_from_exact_values(tmp_path):
             assert found[name].dtype == ml_dtypes.bfloat16
 
 
-def test_mxfp4_becomes_floats_under_the_names_of_floats(tmp_path, capsys):
-    """Not floats under ..._blocks, which whoever reads them takes for packed values."""
+def mxfp4(tmp_path):
     tensors, config = gpt_oss()
-    source = write(tmp_path / "s", tensors, config)
-    exact = load_parameters(source, 0)
-    assert main(["convert", str(source), str(tmp_path / "m")]) == 0
-    assert main(["convert", str(source), str(tmp_path / "o"), "--to", "orbax"]) == 0
-    assert main(["convert", "--from-orbax", str(tmp_path / "o"), str(tmp_path / "back")]) == 0
-    save(tmp_path / "saved", load(source))
-    for name in ("m", "back", "saved"):
-        assert "model.layers.0.mlp.experts.gate_up_proj" in tensors_of(tmp_path / name)
-        assert not any("_blocks" in key for key in tensors_of(tmp_path / name))
-        found = load_parameters(tmp_path / name, 0)
-        for key, value in exact.items():
-            wanted = value if name == "saved" else value.astype(found[key].dtype)
-            np.testing.assert_array_equal(found[key], wanted)
-    capsys.readouterr()
-    assert main(["convert", str(source), str(tmp_path / "n"), "--form", "mxfp4"]) == 1
-    assert "holds quantized weights" in capsys.readouterr().err
+    return write(tmp_path / "source", tensors, config)
 
 
-def test_prefixes_survive_orbax(tmp_path):
-    tensors, config = fixture("qwen3_moe-plain")
-    moved = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
-    source = write(tmp_path / "s", moved, config)
-    assert main(["convert", str(source), str(tmp_path / "o"), "--to", "orbax"]) == 0
-    assert main(["convert", "--from-orbax", str(tmp_path / "o"), str(tmp_path / "m")]) == 0
-    found = tensors_of(tmp_path / "m")
-    assert set(found) == set(moved)
-    for key, value in moved.items():
-        np.testing.assert_array_equal(found[key], value)
-
-
-@pytest.fixture
-def orbax(tmp_path):
-    tensors, config = fixture("deepseek_v3-plain")
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    tensors = {**tensors, bias: np.zeros_like(tensors[bias])}  # zeros are chunks as well
-    source = write(tmp_path / "s", tensors, config)
-    assert main(["convert", str(source), str(tmp_path / "o"), "--to", "orbax"]) == 0
-    return tmp_path / "o"
-
-
-@pytest.mark.parametrize("lost", ["experts.wi/3.0.0.0", "router.correction_bias/0"])
-def test_a_lost_chunk_is_never_zeros(tmp_path, capsys, orbax, lost):
-    (orbax / "layers" / "00001" / lost).unlink()
-    assert main(["convert", "--from-orbax", str(orbax), str(tmp_path / "m")]) == 1
-    assert f"tensor {lost.split('/')[0]!r}: cannot be read" in capsys.readouterr().err
-    assert not (tmp_path / "m").exists()
-
-
-@pytest.mark.parametrize("broken", ["metadata", "layer", "meta", "no layers", "rest", "none"])
-def test_broken_orbax_input_is_named(tmp_path, capsys, orbax, broken):
-    if broken == "metadata":
-        (orbax / "layers" / "00001" / "_METADATA").write_text("{")
-    elif broken == "layer":
-        shutil.rmtree(orbax / "layers" / "00001")
-    elif broken == "meta":
-        (orbax / "moe_flax.json").write_text('{"hf_config": {"model_type": "deepseek_v3"}}')
-    elif broken == "no layers":
-        meta = json.loads((orbax / "moe_flax.json").read_text())
-        (orbax / "moe_flax.json").write_text(json.dumps({**meta, "layers": {"1": {"form": 3}}}))
-    elif broken == "rest":
-        shutil.rmtree(orbax / "rest")
+@pytest.mark.parametrize("through", ["safetensors", "orbax", "load"])
+def test_mxfp4_as_floats_goes_to_the_float_form(tmp_path, through):
+    """Floats under the names of blocks and without scales would be read by nobody."""
+    source, target = mxfp4(tmp_path), tmp_path / "m"
+    if through == "safetensors":
+        assert main(["convert", str(source), str(target), "--dtype", "float32"]) == 0
+    elif through == "orbax":
+        there = str(tmp_path / "o")
+        assert main(["convert", str(source), there, "--to", "orbax", "--dtype", "float32"]) == 0
+        assert main(["convert", "--from-orbax", there, str(target)]) == 0
     else:
-        shutil.rmtree(orbax)
-    assert main(["convert", "--from-orbax", str(orbax), str(tmp_path / "m")]) == 1
-    assert str(orbax) in capsys.readouterr().err
-    assert not (tmp_path / "m").exists()
+        checkpoint.save(target, checkpoint.load(source))
+    found, block = tensors_of(target), "model.layers.0.mlp.experts."
+    assert not [name for name in found if name.endswith(("_blocks", "_scales"))]
+    assert found[block + "gate_up_proj"].shape == (12, 64, 128)
+    exact, again = open_source(source), open_source(target)
+    assert again.layers[0].form.name == "interleaved"
+    for name, parameter in exact.parameters(0).items():
+        np.testing.assert_array_equal(read(again.parameters(0)[name]), read(parameter))
 
 
-def test_routers_past_the_last_layer_keep_their_dtype_and_are_reported(tmp_path, capsys):
+def test_floats_are_refused_in_a_quantized_form(tmp_path, capsys):
+    source, target = mxfp4(tmp_path), tmp_path / "m"
+    assert main(["convert", str(source), str(target), "--form", "mxfp4"]) == 1
+    assert "form mxfp4 of family gpt_oss holds quantized weights" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="write form interleaved"):
+        checkpoint.save(target, checkpoint.load(source), form="mxfp4")
+    assert not target.exists()
+
+
+def beyond(tmp_path):
+    """deepseek_v3-plain with a multi-token layer past its last, and one under another prefix."""
     tensors, config = fixture("deepseek_v3-plain")
-    block = {k: v for k, v in tensors.items() if "layers.1." in k}
-    tensors = tensors | {k.replace("layers.1.", "layers.2."): v for k, v in block.items()}
-    source = write(tmp_path / "s", tensors, config)
-    assert main(["convert", str(source), str(tmp_path / "m"), "--dtype", "bfloat16"]) == 0
-    assert "layers 2 are past config.json's last one" in capsys.readouterr().err
-    found = tensors_of(tmp_path / "m")
-    assert set(found) == set(tensors)
-    assert found["model.layers.2.mlp.gate.weight"].dtype == np.float32
-    assert found["model.layers.2.mlp.experts.0.up_proj.weight"].dtype == ml_dtypes.bfloat16
+    mtp = {k.replace("layers.1.", "layers.2."): v for k, v in tensors.items() if "layers.1." in k}
+    mtp |= {k.replace("model.layers.2.", "mtp.layers.0."): v for k, v in mtp.items()}
+    return write(tmp_path / "source", tensors | mtp, config), mtp
 
 
-def test_config_names_the_dtype_that_was_asked_for(tmp_path):
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_layers_past_the_last_are_reported_and_their_routers_kept(tmp_path, capsys, to):
+    source, mtp = beyond(tmp_path)
+    options = ["--dtype", "bfloat16", "--to", to]
+    assert main(["convert", str(source), str(tmp_path / "m"), *options]) == 0
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "past the last" in x]
+    assert line.startswith("moe-flax: layers 2 are past the last one")
+    found = tensors_of(tmp_path / "m" if to == "safetensors" else tmp_path / "m" / "rest")
+    for name, value in mtp.items():
+        kept = ".mlp.gate." in name or value.ndim == 1
+        assert found[name].dtype == (np.float32 if kept else ml_dtypes.bfloat16), name
+        np.testing.assert_array_equal(found[name], value.astype(found[name].dtype))
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_config_names_the_dtype_asked_for(tmp_path, to):
     tensors, config = fixture("deepseek_v3-plain")
-    config = {**config, "torch_dtype": "torch.float32", "vision_config": {"dtype": "float32"}}
-    source = write(tmp_path / "s", tensors, config)
-    assert main(["convert", str(source), str(tmp_path / "m"), "--dtype", "bfloat16"]) == 0
-    written = config_of(tmp_path / "m")
-    assert written["torch_dtype"] == "torch.bfloat16"
-    assert written["vision_config"] == {"dtype": "bfloat16"}
+    config = {**config, "dtype": "float32", "vision_config": {"torch_dtype": "float16", "a": 1}}
+    source = write(tmp_path / "source", tensors, config)
+    there, back = str(tmp_path / "m"), tmp_path / "m"
+    assert main(["convert", str(source), there, "--dtype", "bfloat16", "--to", to]) == 0
+    if to == "orbax":
+        back = tmp_path / "back"
+        assert main(["convert", "--from-orbax", there, str(back)]) == 0
+    named = {"dtype": "bfloat16", "vision_config": {"torch_dtype": "bfloat16", "a": 1}}
+    assert config_of(back) == config | named
+    bare = {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}
+    source = write(tmp_path / "bare", tensors, bare)
+    assert main(["convert", str(source), str(tmp_path / "n"), "--dtype", "float16"]) == 0
+    assert config_of(tmp_path / "n")["torch_dtype"] == "float16"
+    assert main(["convert", str(source), str(tmp_path / "p")]) == 0
+    assert config_of(tmp_path / "p") == bare
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
-def test_what_is_not_quantized_is_announced(tmp_path, scheme):
-    assert main(["convert", str(DEEPSEEK), str(tmp_path / "m"), "--quantize", scheme]) == 0
-    announced = config_of(tmp_path / "m")["quantization_config"][SCHEMES[scheme].ignore]
-    for name, value in Reader(tmp_path / "m").items():
-        if name.endswith(".weight") and value.ndim == 2:
-            left = value.dtype == np.float32
-            assert (name.removesuffix(".weight") in announced) == left, name
-    assert "model.layers.1.mlp.gate" in announced
+@pytest.mark.parametrize("scheme", ["fp8_block", "int8_channel"])
+def test_config_lists_what_is_not_quantized(tmp_path, scheme):
+    """Those of the source's own list that stay floats are in it, and no expert is."""
+    source, _ = quantized_source(tmp_path)
+    assert main(["convert", str(source), str(tmp_path / "m"), "--quantize", scheme]) == 0
+    said = config_of(tmp_path / "m")["quantization_config"]
+    listed = said["modules_to_not_convert" if scheme == "fp8_block" else "ignore"]
+    found = Reader(tmp_path / "m")
+    suffix = SCHEMES[scheme].suffix
+    matrices = {n for n, v in found.items() if n.endswith(".weight") and v.ndim == 2}
+    quantized = {name for name in matrices if name + suffix in found}
+    assert quantized == {name for name in matrices if ".mlp.experts." in name}
+    assert sorted(listed) == sorted(n.removesuffix(".weight") for n in matrices - quantized)
+    assert {"lm_head", "model.layers.1.mlp.gate", "model.layers.1.self_attn.o_proj"} <= set(listed)
+    assert "model.layers.1.mlp.shared_experts.up_proj" in listed
 
 
-def test_links_out_of_the_directory_are_refused(tmp_path, capsys):
-    tensors, config = fixture("deepseek_v3-plain")
-    source = write(tmp_path / "s", tensors, config)
-    (tmp_path / "secret").write_text("secret")
-    for target in (tmp_path / "secret", tmp_path / "nothing"):
-        link = source / "tokenizer.json"
-        link.symlink_to(target)
+def test_side_files_that_lead_outside(tmp_path, capsys):
+    tensors, config = fixture("mixtral-plain")
+    (tmp_path / "secret.json").write_text("{}")
+    source = write(tmp_path / "source", tensors, config)
+    link = source / "tokenizer.json"
+    for where in (tmp_path / "secret.json", pathlib.Path("../secret.json")):
+        link.symlink_to(where)
         assert main(["convert", str(source), str(tmp_path / "m")]) == 1
-        assert "tokenizer.json: links out of" in capsys.readouterr().err
-        assert not (tmp_path / "m").exists()
+        assert f"{link}: is a link out of" in capsys.readouterr().err
         link.unlink()
-    (source / "tokenizer.json").symlink_to(source / "config.json")
+    link.symlink_to(tmp_path / "absent.json")
+    assert main(["convert", str(source), str(tmp_path / "m")]) == 1
+    assert str(link) in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["secret.json", "source"]
+    link.unlink()
     (source / "folder.json").mkdir()
+    (source / "own.json").write_text("{}")
+    link.symlink_to("own.json")
     assert main(["convert", str(source), str(tmp_path / "m")]) == 0
-    assert (tmp_path / "m" / "tokenizer.json").is_file()
+    assert (tmp_path / "m" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "m" / "tokenizer.json").is_symlink()
 
 
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        "fp8", 3, {"quant_method": None}, {"quant_method": ["fp8"]},
-        {"quant_method": "fp8", "weight_block_size": [0, 128]},
-        {"quant_method": "fp8", "weight_block_size": 128},
-        {"quant_method": "compressed-tensors", "config_groups": [1]},
-        {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
-        {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": ["x"]}}},
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": "x"},
-    ],
-)  # fmt: skip
-def test_odd_quantization_is_an_error_that_names_the_checkpoint(tmp_path, capsys, quantization):
-    tensors, config = fixture("deepseek_v3-plain")
-    source = write(tmp_path / "s", tensors, {**config, "quantization_config": quantization})
-    for command in (["inspect", str(source)], ["convert", str(source), str(tmp_path / "m")]):
-        assert main(command) == 1, command
-        assert str(source) in capsys.readouterr().err
-    assert not (tmp_path / "m").exists()
+def test_the_hubs_cache_keeps_working(tmp_path):
+    """models--X/snapshots/Y/file -> ../../blobs/hash; another model's blobs are outside."""
+    tensors, config = fixture("mixtral-plain")
+    plain = write(tmp_path / "plain", tensors, config)
+    (plain / "tokenizer.json").write_text('{"a": 1}')
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "y", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in plain.iterdir():
+        (blobs / file.name).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert main(["convert", str(snapshot), str(tmp_path / "m")]) == 0
+    assert (tmp_path / "m" / "tokenizer.json").read_text() == '{"a": 1}'
+    other = tmp_path / "models--z" / "blobs"
+    other.mkdir(parents=True)
+    (other / "b").write_text("{}")
+    (snapshot / "more.json").symlink_to("../../../models--z/blobs/b")
+    assert main(["convert", str(snapshot), str(tmp_path / "n")]) == 1
 
 
-def test_fp8_without_its_scale_names_file_and_tensor(tmp_path, capsys):
-    source, _ = quantized_source(tmp_path)
-    tensors = dict(Reader(source))
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
-    source = write(tmp_path / "again", tensors, config_of(source), shards=2)
-    assert main(["convert", str(source), str(tmp_path / "m")]) == 1
-    error = capsys.readouterr().err
-    assert re.search(r"model-0000\d-of-0000\d\.safetensors: tensor '.*experts\.3\.up_proj", error)
-    assert not (tmp_path / "m").exists()
+def test_errors_of_a_cut_run_are_printed_too(tmp_path, capsys, monkeypatch):
+    arguments = ["convert", str(DEEPSEEK), str(tmp_path / "m"), "--quantize", "int8_channel"]
+    assert main([*arguments, "--shard-size", "2KB"]) == 0
+    whole = capsys.readouterr().out
+    assert "layer 1: relative error" in whole
+    arguments[2] = str(tmp_path / "n")
+    written = [0]
+
+    def cutting(bar, n=1):
+        written[0] += n
+        if written[0] > 12_000:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tqdm.tqdm.update", cutting)
+        with pytest.raises(KeyboardInterrupt):
+            main([*arguments, "--shard-size", "2KB"])
+    assert len(list((tmp_path / "n.incomplete").glob("*.safetensors"))) > 3
+    capsys.readouterr()
+    assert main([*arguments, "--shard-size", "2KB"]) == 0
+    assert capsys.readouterr().out == whole
+    names = sorted(p.name for p in (tmp_path / "m").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "n").iterdir())
+    for name in names:
+        assert (tmp_path / "n" / name).read_bytes() == (tmp_path / "m" / name).read_bytes()
+
+
+def test_errors_that_only_a_run_before_knew_are_said_to_be_unknown(tmp_path, capsys, monkeypatch):
+    """Cut off after everything was written, between the last names."""
+    arguments = ["convert", str(DEEPSEEK), str(tmp_path / "m"), "--quantize", "int8_channel"]
+
+    def cutting(self):
+        self.directory.rename(self._complete)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Building, "finish", cutting)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments)
+    assert main(arguments) == 0
+    assert "relative errors are not known" in capsys.readouterr().out
+    assert not list((tmp_path / "m").glob("*.note"))

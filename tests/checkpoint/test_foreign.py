@@ -84,14 +84,17 @@ def test_tensor_parallel_shards_each_hold_gate_and_up():
 
 
 def test_scanned_layers_are_the_second_axis():
+    """MaxText's param_scan_axis is 1 for every parameter, the router's and vectors too."""
     config = config_for("maxtext")
     mine = [random(config, i) for i in range(3)]
     theirs = to_layout(mine, config, "maxtext")
     assert theirs["wi_0"].shape == (4, 3, 6, 8)
     np.testing.assert_array_equal(theirs["wi_1"][:, 2], mine[2]["experts.wi"][:, 1])
-    assert theirs["gate.kernel"].shape == (6, 3, 4)
     np.testing.assert_array_equal(theirs["gate.kernel"][:, 1], mine[1]["router.kernel"])
-    np.testing.assert_array_equal(theirs["gate.bias"][:, 1], mine[1]["router.correction_bias"])
+    np.testing.assert_array_equal(theirs["gate.bias"][:, 2], mine[2]["router.correction_bias"])
+    shared = theirs["shared_experts.wi_1.kernel"]
+    np.testing.assert_array_equal(shared[:, 1], mine[1]["shared.wi"][1])
+    assert {key: value.shape[1] for key, value in theirs.items()} == dict.fromkeys(theirs, 3)
 
 
 def test_openai_names_interleave_weights_and_biases():

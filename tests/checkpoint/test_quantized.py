@@ -1,16 +1,20 @@
 """Quantized formats: each decoded exactly, against encoders written here, and never guessed."""
 
+import json
+import re
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from golden import fixture
+from golden import fixture, write
 
 from moe_flax.checkpoint.errors import CheckpointError
+from moe_flax.checkpoint.inspect import inspect
 from moe_flax.checkpoint.kept import keep_parameters
 from moe_flax.checkpoint.mapping import read
 from moe_flax.checkpoint.quantized import FP4_VALUES, Logical, expand
-from moe_flax.checkpoint.source import Source
+from moe_flax.checkpoint.source import Source, open_source
 from moe_flax.quantize import dequantize
 
 F8 = ml_dtypes.float8_e4m3fn
@@ -357,3 +361,68 @@ def test_blocks_across_gate_and_up_cannot_be_kept():
     assert read(source.parameters(0)["experts.wi"]).shape == (12, 2, 8, 4)
     with pytest.raises(CheckpointError, match=r"blocks of 3 lie across the parts of axis J F"):
         keep_parameters(source.layers[0].bindings, source.tensors)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ([], "expected an object"),
+        (False, "expected an object"),
+        ("fp8", "expected an object"),
+        ({"bits": 8}, "without quant_method"),
+        ({"quant_method": None}, "without quant_method"),
+        ({"quant_method": [1]}, "quantization method"),
+        ({"quant_method": "fp8", "weight_block_size": [None, 128]}, "weight_block_size=None"),
+        ({"quant_method": "fp8", "weight_block_size": "128"}, "weight_block_size='128'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": None}, "group_size"),
+        ({"quant_method": "compressed-tensors", "format": []}, "format"),
+        (CHANNEL | {"config_groups": {"g": 1}}, "config_groups"),
+        (CHANNEL | {"config_groups": {"g": {"weights": []}}}, "weights"),
+        (CHANNEL | {"config_groups": {"g": {"weights": "x"}}}, "weights"),
+        (
+            CHANNEL | {"config_groups": {"g": {"weights": {"num_bits": 4}}}},
+            "num_bits=4",
+        ),
+        (
+            CHANNEL
+            | {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": "x"}}}},
+            "block_structure='x'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_odd_configurations(tmp_path, quantization, named, nested):
+    """Also where nothing is quantized, from inspect too, and inside a part of config.json."""
+    tensors, config = fixture("mixtral-plain")
+    config = {**config, "quantization_config": quantization}
+    if nested:
+        config["audio_config"] = {"quantization_config": config.pop("quantization_config")}
+    path = write(tmp_path / "m", tensors, config)
+    for action in (open_source, inspect):
+        with pytest.raises(CheckpointError, match=re.escape(named)) as error:
+            action(path)
+        assert str(path) in str(error.value)
+        assert "malformed" not in str(error.value)
+
+
+def test_an_empty_configuration_is_none(tmp_path):
+    tensors, config = fixture("mixtral-plain")
+    for value in ({}, None):
+        path = write(tmp_path / str(value), tensors, {**config, "quantization_config": value})
+        assert not open_source(path).quantized
+
+
+def test_errors_name_the_file_of_the_tensor(tmp_path):
+    """The shard, not the directory: without a scale, and with one that does not fit."""
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    for case, scale in (("without", None), ("misfit", np.ones((3, 7), np.float32))):
+        tensors, config = fixture("qwen3_moe-plain")
+        tensors = {**tensors, name: tensors[name].astype(ml_dtypes.float8_e4m3fn)}
+        if scale is not None:
+            tensors[name + "_scale_inv"] = scale
+        config = {**config, "quantization_config": {"quant_method": "fp8"}}
+        path = write(tmp_path / case, tensors, config, shards=3)
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        file = re.escape(str(path / index["weight_map"][name]))
+        with pytest.raises(CheckpointError, match=f"{file}: tensor '{name}'"):
+            read(open_source(path).parameters(0)["experts.wi"])

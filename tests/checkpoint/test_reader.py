@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from moe_flax.checkpoint.errors import CheckpointError
 from moe_flax.checkpoint.reader import DTYPES, INDEX_NAME, Reader, read_header
+from moe_flax.checkpoint.writer import array_output, write_checkpoint
 
 
 def raw(path, header, data=b"", length=None):
@@ -235,37 +236,81 @@ def test_a_pickle_never_runs(tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.parity
-def test_torch_tensors_of_every_kind(tmp_path):
+def odd_torch_files():
+    """What a pytorch_model.bin may hold beside plain tensors by name, and what the error says."""
     import torch
 
-    shared = torch.arange(12.0).reshape(3, 4)
-    torch.save(
-        {"p": torch.nn.Parameter(torch.ones(2)), "t": shared.T, "v": shared[1:], "n": shared},
-        tmp_path / "pytorch_model.bin",
-    )
+    one = torch.ones(2)
+    return {
+        "a list": ([one], "holds no tensors by name"),
+        "nothing": ({}, "holds no tensors by name"),
+        "a number": ({"a": one, "epoch": 3}, "tensor 'epoch': is a int, no tensor"),
+        "another key": ({"a": one, 7: one}, "tensor '7'"),
+        "sparse": ({"a": one.to_sparse()}, "tensor 'a'"),
+        "no data": ({"a": torch.ones(2, device="meta")}, "tensor 'a'"),
+        "complex": ({"a": one.to(torch.complex128)}, "tensor 'a': has dtype complex128"),
+        "quantized": ({"a": torch.quantize_per_tensor(one, 1.0, 0, torch.qint8)}, "tensor 'a'"),
+    }
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "case",
+    ["a list", "nothing", "a number", "another key", "sparse", "no data", "complex", "quantized"],
+)
+def test_odd_torch_files(tmp_path, case):
+    import torch
+
+    held, problem = odd_torch_files()[case]
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=rf"pytorch_model\.bin: .*{problem}"):
+        Reader(tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_torch_tensors_that_share_or_are_turned(tmp_path, archive, nested):
+    import torch
+
+    base = torch.arange(12.0).reshape(3, 4)
+    held = {
+        "whole": base,
+        "turned": base.T,
+        "column": base[:, 1],
+        "trained": torch.nn.Parameter(base.to(torch.bfloat16).T),
+    }
+    if archive:  # older files have no such dtype
+        held["scale"] = torch.tensor([127], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    outer = {"state_dict": held, "epoch": 3} if nested else held
+    torch.save(outer, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=archive)
     reader = Reader(tmp_path)
-    np.testing.assert_array_equal(reader["t"], shared.T.numpy())
-    np.testing.assert_array_equal(reader["v"], shared[1:].numpy())
-    assert reader["p"].tolist() == [1, 1]
-    assert all(reader[name].flags.c_contiguous for name in reader)
-    for bad, problem in (
-        ({"a": torch.ones(2, 2).to_sparse()}, r"tensor 'a': .*sparse"),
-        ({"state_dict": {"a": torch.ones(2)}}, r"tensor 'state_dict': is a dict"),
-        ({3: torch.ones(2)}, r"tensor '3': its name is no string"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, r"tensor 'a': torch\.complex128"),
-    ):
-        torch.save(bad, tmp_path / "pytorch_model.bin")
-        with pytest.raises(CheckpointError, match=problem):
-            Reader(tmp_path)
+    assert set(reader) == set(held)
+    for name in ("whole", "turned", "column"):
+        np.testing.assert_array_equal(reader[name], held[name].numpy())
+    np.testing.assert_array_equal(reader["trained"].astype(np.float32), base.numpy().T)
+    assert not archive or reader["scale"].astype(np.float32) == 1
+    outputs = [array_output(name, reader[name]) for name in reader]
+    write_checkpoint(tmp_path / "m", outputs, {})
+    again = Reader(tmp_path / "m")
+    for name in held:
+        np.testing.assert_array_equal(again[name], reader[name])
 
 
 @pytest.mark.parity
-def test_torch_index_names_what_a_shard_lacks(tmp_path):
+def test_torch_index_that_names_what_is_not_there(tmp_path):
     import torch
 
+    index = tmp_path / "pytorch_model.bin.index.json"
     torch.save({"a": torch.ones(2)}, tmp_path / "a.bin")
-    index = {"weight_map": {"a": "a.bin", "b": "a.bin"}}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"a\.bin: tensor 'b': .*shard lacks it"):
+    index.write_text(json.dumps({"weight_map": {"a": "a.bin", "b": "a.bin"}}))
+    with pytest.raises(CheckpointError, match=r"a\.bin: tensor 'b': the index names it"):
+        Reader(tmp_path)
+    for shard in ("../a.bin", "c.bin"):
+        index.write_text(json.dumps({"weight_map": {"a": shard}}))
+        with pytest.raises(CheckpointError, match=r"lies outside|is missing"):
+            Reader(tmp_path)
+    (tmp_path / "a.bin").write_bytes(b"PK not an archive")
+    index.write_text(json.dumps({"weight_map": {"a": "a.bin"}}))
+    with pytest.raises(CheckpointError, match=r"a\.bin: torch cannot load it safely"):
         Reader(tmp_path)

@@ -1,8 +1,10 @@
 """Orbax checkpoints written an expert at a time: what plain Orbax reads, what a cut leaves."""
 
+import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from golden import FIXTURES, tensors_of
+from golden import FIXTURES, fixture, tensors_of, write
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_flax.checkpoint.errors import CheckpointError
@@ -168,3 +170,104 @@ def test_killed_conversion_is_continued(tmp_path):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """mixtral-plain in Orbax."""
+    path = tmp_path_factory.mktemp("orbax") / "o"
+    write_orbax(path, open_source(SOURCE), fingerprint="one")
+    return path
+
+
+def copied(converted, tmp_path):
+    return pathlib.Path(shutil.copytree(converted, tmp_path / "o"))
+
+
+def test_values_that_are_zero_have_files_too(tmp_path):
+    """So that a file that is missing is known as such."""
+    zeros = Streamed(ArrayParameter(np.zeros_like(EXPERTS)), EXPERTS.dtype, by_row=True)
+    save_tree(tmp_path / "layer", {"experts.wi": zeros})
+    assert len(list((tmp_path / "layer" / "experts.wi").glob("?.0*"))) == 4
+    assert not read(restored_tree(tmp_path / "layer")["experts.wi"]).any()
+
+
+@pytest.mark.parametrize("part", ["experts.wi/5.0.0.0", "router.kernel/0.0"])
+def test_a_missing_chunk_is_named_and_not_zero(converted, tmp_path, part):
+    path = copied(converted, tmp_path)
+    layer, name = path / "layers" / "00001", part.split("/")[0]
+    (layer / part).unlink()
+    with pytest.raises(CheckpointError, match=rf"{layer}/{name}: tensor '{name}': .*{part}") as e:
+        from_orbax(path, tmp_path / "back")
+    assert "cannot be read" in str(e.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["o"]
+
+
+def cut_chunk(path):
+    file = path / "layers" / "00000" / "experts.wo" / "3.0.0"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def other_array(path):
+    layers = path / "layers"
+    shutil.rmtree(layers / "00000" / "experts.wo")
+    shutil.copytree(layers / "00000" / "experts.wi", layers / "00000" / "experts.wo")
+
+
+def edited(edit):
+    def change(path):
+        meta = json.loads((path / "moe_flax.json").read_text())
+        edit(meta)
+        (path / "moe_flax.json").write_text(json.dumps(meta))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("breaks", "named"),
+    [
+        (lambda path: shutil.rmtree(path / "layers"), "layers/00000"),
+        (lambda path: shutil.rmtree(path / "layers" / "00001"), "layers/00001"),
+        (lambda path: shutil.rmtree(path / "layers" / "00001" / "experts.wi"), "layers/00001"),
+        (lambda path: (path / "layers" / "00001" / "_METADATA").unlink(), "layers/00001"),
+        (lambda path: (path / "layers" / "00001" / "_METADATA").write_text("{"), "layers/00001"),
+        (lambda path: (path / "layers/00001/experts.wi/.zarray").write_text("{"), "layers/00001"),
+        (cut_chunk, "experts.wo"),
+        (other_array, "experts.wo"),
+        (lambda path: shutil.rmtree(path / "rest"), "rest"),
+        (lambda path: (path / "moe_flax.json").unlink(), "moe_flax.json"),
+        (lambda path: (path / "moe_flax.json").write_text("[]"), "moe_flax.json"),
+        (edited(lambda meta: meta.pop("hf_config")), "moe_flax.json"),
+        (edited(lambda meta: meta.update(hf_config=3)), "moe_flax.json"),
+        (edited(lambda meta: meta.update(layers=["0"])), "moe_flax.json"),
+        (edited(lambda meta: meta["layers"].update(x=meta["layers"]["0"])), "moe_flax.json"),
+        (edited(lambda meta: meta["layers"]["0"].pop("prefix")), "moe_flax.json"),
+        (edited(lambda meta: meta["layers"]["0"].update(config={})), "moe_flax.json"),
+        (edited(lambda meta: meta["layers"]["0"].update(form="x")), "moe_flax.json"),
+    ],
+)
+def test_a_broken_directory(converted, tmp_path, breaks, named):
+    path = copied(converted, tmp_path)
+    breaks(path)
+    with pytest.raises(CheckpointError, match=named):
+        from_orbax(path, tmp_path / "back")
+    assert [p.name for p in tmp_path.iterdir()] == ["o"]
+
+
+def test_what_is_no_such_directory(tmp_path):
+    for path in (tmp_path, tmp_path / "absent", SOURCE):
+        with pytest.raises(CheckpointError, match=str(path)):
+            from_orbax(path, tmp_path / "back")
+
+
+def test_prefixes_there_and_back(tmp_path):
+    """Layers under model.language_model. go back there."""
+    tensors, config = fixture("qwen3_moe-plain")
+    moved = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
+    source = write(tmp_path / "source", moved, config)
+    write_orbax(tmp_path / "o", open_source(source), fingerprint="one")
+    from_orbax(tmp_path / "o", tmp_path / "back")
+    assert set(tensors_of(tmp_path / "back")) == set(moved)
+    from_orbax(tmp_path / "o", tmp_path / "fused", form="fused")
+    names = {n for n in tensors_of(tmp_path / "fused") if "experts" in n}
+    assert all(name.startswith("model.language_model.layers.") for name in names)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from golden import tensors_of
 
+from moe_flax.checkpoint.building import incomplete
 from moe_flax.checkpoint.errors import CheckpointError
-from moe_flax.checkpoint.writer import Output, array_output, incomplete, write_checkpoint
+from moe_flax.checkpoint.writer import Output, array_output, write_checkpoint
 
 
 def outputs(count=6, size=100):
@@ -185,34 +186,3 @@ def test_what_another_run_left_is_not_continued(tmp_path):
     changed.append(array_output("bad", np.zeros(100, np.float32)))
     write_checkpoint(tmp_path / "m", changed, {}, shard_bytes=900, fingerprint="b")
     assert all(not value.any() for value in tensors_of(tmp_path / "m").values())
-
-
-@pytest.mark.parametrize("kind", ["directory", "file", "link"])
-def test_what_lies_in_the_unfinished_ones_place_is_never_removed(tmp_path, kind):
-    place, elsewhere = incomplete(tmp_path / "m"), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "mine").write_text("mine")
-    if kind == "directory":
-        elsewhere.rename(place)
-    elif kind == "file":
-        place.write_text("mine")
-    else:
-        place.symlink_to(elsewhere)
-    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"m\.incomplete: is in the way"):
-        write_checkpoint(tmp_path / "m", outputs(), {}, fingerprint="a")
-    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
-
-
-def test_a_parent_that_is_a_file(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        write_checkpoint(tmp_path / "file" / "m", outputs(), {})
-
-
-def test_killed_before_its_last_name_it_is_written_anew(tmp_path):
-    """What marks it as unfinished goes before the directory gets its name."""
-    write_checkpoint(tmp_path / "m", outputs(), {"config.json": b"1"}, shard_bytes=900)
-    (tmp_path / "m").rename(incomplete(tmp_path / "m"))
-    write_checkpoint(tmp_path / "m", outputs(), {"config.json": b"1"}, shard_bytes=900)
-    assert [p.name for p in tmp_path.iterdir()] == ["m"]
